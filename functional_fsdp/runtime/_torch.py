@@ -1,0 +1,186 @@
+"""The calls into PyTorch that are untyped, private or differ between versions, each behind a typed function.
+
+Nothing else in the package may call them. Works with torch >= 2.11; the collectives go straight to the process
+group's own methods, because the functions of ``torch.distributed`` check and log in Python on each call (fake process
+group, 2.13: 2.2 against 3.4 microseconds for a gather, 1.2 against 3.0 for an all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+_TensorClass = TypeVar("_TensorClass", bound=Tensor)
+
+
+def _pick(*names: str) -> Callable[..., Work]:
+    """Return the first of the process group's methods that this version has (2.13 renamed them and kept the old)."""
+    for name in names:
+        method = getattr(ProcessGroup, name, None)
+        if method is not None:
+            return cast("Callable[..., Work]", method)
+    raise ImportError(
+        f"torch {torch.__version__}: expected ProcessGroup to have one of {', '.join(names)}, found none; "
+        "functional_fsdp is tested with torch 2.13"
+    )
+
+
+_all_gather = _pick("_allgather_base", "all_gather_single")
+_reduce_scatter = _pick("_reduce_scatter_base", "reduce_scatter_single")
+_all_to_all = _pick("alltoall_base", "all_to_all_single")
+
+
+def _async_options(options: Any) -> Any:
+    # Without it NCCL runs the collective on the caller's stream and returns no handle.
+    options.asyncOp = True
+    return options
+
+
+_ALL_GATHER_OPTIONS = _async_options(AllgatherOptions())
+_ALL_TO_ALL_OPTIONS = _async_options(AllToAllOptions())
+_EQUAL_SPLITS: tuple[int, ...] = ()
+
+
+def all_gather_base(pg: ProcessGroup, out: Tensor, inp: Tensor) -> Work:
+    """Start gathering ``inp`` ``[numel]`` of each rank into ``out`` ``[num_ranks * numel]``.
+
+    Args:
+        pg: the group.
+        out: contiguous, same dtype and device as ``inp``. It may contain ``inp`` as this rank's slice.
+        inp: contiguous.
+
+    Returns:
+        The handle; ``out`` is good after its ``wait()``.
+    """
+    return _all_gather(pg, out, inp, _ALL_GATHER_OPTIONS)
+
+
+def all_to_all_base(pg: ProcessGroup, out: Tensor, inp: Tensor) -> Work:
+    """Start sending slice r of ``inp`` ``[num_ranks * numel]`` to rank r; ``out`` has the ranks' slices in order.
+
+    Args:
+        pg: the group.
+        out: contiguous, shape and dtype of ``inp``, other storage.
+        inp: contiguous; its length is a multiple of the number of ranks.
+
+    Returns:
+        The handle; ``out`` is good, and ``inp`` free, after its ``wait()``.
+    """
+    return _all_to_all(pg, out, inp, _EQUAL_SPLITS, _EQUAL_SPLITS, _ALL_TO_ALL_OPTIONS)
+
+
+def reduce_scatter_base(pg: ProcessGroup, out: Tensor, inp: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> Work:
+    """Start reducing ``inp`` ``[num_ranks * numel]`` over ranks; ``out`` ``[numel]`` is this rank's slice.
+
+    Args:
+        pg: the group.
+        out: contiguous.
+        inp: contiguous, same dtype and device.
+        op: e.g. ``ReduceOp.SUM``; gloo has no ``AVG``.
+
+    Returns:
+        The handle; ``out`` is good after its ``wait()``.
+    """
+    options = _async_options(ReduceScatterOptions())
+    options.reduceOp = op
+    return _reduce_scatter(pg, out, inp, options)
+
+
+def make_wrapper_subclass(cls: type[_TensorClass], like: Tensor, *, requires_grad: bool) -> _TensorClass:
+    """Return a tensor of class ``cls`` that looks like ``like`` and has no storage.
+
+    Args:
+        cls: a tensor subclass with its own ``__torch_dispatch__``.
+        like: gives shape, strides, dtype and device.
+        requires_grad: what the C++ side (autograd's engine) is told.
+    """
+    return Tensor._make_wrapper_subclass(
+        cls,
+        like.size(),
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=requires_grad,
+    )
+
+
+def call_without_torch_function(
+    func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
+) -> object:
+    """Call ``func`` with ``__torch_function__`` off, as a subclass's own ``__torch_function__`` must."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def current_graph_task_id() -> int | None:
+    """Return the id of the backward pass that this thread runs in, None outside any."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+class _Engine(Protocol):
+    def queue_callback(self, callback: Callable[[], None]) -> None: ...
+
+
+_engine = cast("_Engine", torch.autograd.Variable._execution_engine)
+
+
+def queue_callback(fn: Callable[[], None]) -> None:
+    """Call ``fn`` once, at the end of the backward pass that is running.
+
+    An error that ``fn`` raises comes out of the caller's ``backward()``. It is dropped, uncalled, if the pass fails.
+
+    Raises:
+        RuntimeError: by autograd, if no backward pass runs in this thread.
+    """
+    _engine.queue_callback(fn)
+
+
+def resize_storage(tensor: Tensor, nbytes: int) -> None:
+    """Set the size of ``tensor``'s storage; 0 frees it. Views and their shapes stay; no version counter moves."""
+    tensor.untyped_storage().resize_(nbytes)
+
+
+def storage_nbytes(tensor: Tensor) -> int:
+    """Return the bytes that ``tensor``'s storage holds now."""
+    return tensor.untyped_storage().nbytes()
+
+
+def autocast_cache_enabled() -> bool:
+    """Return whether autocast keeps the casts of weights until the end of its block."""
+    return torch.is_autocast_cache_enabled()
+
+
+def set_autocast_cache_enabled(enabled: bool) -> None:
+    """Turn autocast's cache of cast weights on or off for this thread; off also drops what it holds."""
+    if not enabled:
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+
+
+class _InitGroup(Protocol):
+    def __call__(self, group: dict[str, Any], *lists: list[Tensor]) -> object: ...
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer`` make its state as it would at its first step, where it can be asked to.
+
+    The optimizers of torch make it in ``_init_group(group, *lists)``, for parameters with a gradient. Where there is
+    no such method the state comes into being at the first step.
+    """
+    init_group = getattr(optimizer, "_init_group", None)
+    if init_group is None:
+        return
+    num_lists = init_group.__code__.co_argcount - 2
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # Only its presence and class are looked at, so that the parameter itself serves and nothing is allocated.
+            param.grad = param.detach()
+        cast("_InitGroup", init_group)(group, *([] for _ in range(num_lists)))
+        for param in group["params"]:
+            param.grad = None
