@@ -1,0 +1,48 @@
+"""Printing: one stable line per effect, and a trace of hooks with an arrow at a failing step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from functional_fsdp.core.effects import Effect, OrderAfterUpdate, Report, Reset
+from functional_fsdp.core.spec import ModelSpec
+
+
+class Step(NamedTuple):
+    """One hook of a trace.
+
+    Attributes:
+        hook: what was called, e.g. ``"pre_forward 0"``.
+        effects: what it asked for.
+    """
+
+    hook: str
+    effects: tuple[Effect, ...]
+
+
+def render_effect(spec: ModelSpec, effect: Effect) -> str:
+    """Return the effect's line with its unit's name, e.g. ``unshard 3 forward  # layers.3``."""
+    if isinstance(effect, (OrderAfterUpdate, Report, Reset)):
+        return str(effect)
+    return f"{effect}  # {spec.units[effect.unit].name}"
+
+
+def render_trace(spec: ModelSpec, steps: Iterable[Step], *, failed: int | None = None, why: str = "") -> str:
+    """Return the trace as text: a line per hook, and its effects indented below.
+
+    Args:
+        steps: in order.
+        failed: index of the step to mark with an arrow, followed by ``why``.
+    """
+    lines: list[str] = []
+    for index, step in enumerate(steps):
+        arrow = "-> " if index == failed else "   " if failed is not None else ""
+        lines.append(f"{arrow}{step.hook}" + (f"   <- {why}" if index == failed and why else ""))
+        lines.extend(f"{arrow and '   '}    {render_effect(spec, effect)}" for effect in step.effects)
+    return "\n".join(lines)
+
+
+def render_order(spec: ModelSpec, items: Sequence[object]) -> str:
+    """Return an order as text, one item per line with its position."""
+    return "\n".join(f"{position:4d} {item}" for position, item in enumerate(items))
