@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
@@ -184,3 +184,13 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         cast("_InitGroup", init_group)(group, *([] for _ in range(num_lists)))
         for param in group["params"]:
             param.grad = None
+
+
+def register_state_dict_hooks(
+    module: nn.Module, *, saving: Callable[..., None], loading: Callable[..., None]
+) -> None:
+    """Call ``saving(module, prefix, keep_vars)`` before ``module`` is saved, ``loading(module, ...)`` before it loads."""
+    register_saving = cast("Callable[..., object]", module.register_state_dict_pre_hook)
+    register_loading = cast("Callable[..., object]", module.register_load_state_dict_pre_hook)
+    register_saving(saving)
+    register_loading(loading)
