@@ -1,0 +1,76 @@
+"""Fully sharded data-parallel training from explicit state, on a pure core.
+
+Importing this package does not import torch: the names of the runtime are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from functional_fsdp.core.ids import Boundary, Key, Phase, UnitId, Use
+from functional_fsdp.core.placement import zero3
+from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
+from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
+from functional_fsdp.core.state import FsdpState, Transition
+
+if TYPE_CHECKING:
+    from functional_fsdp.runtime.cell import LogEntry
+    from functional_fsdp.runtime.log import GatherCounts, count_gathers
+    from functional_fsdp.runtime.mesh import make_mesh
+    from functional_fsdp.runtime.shard import FullySharded, fully_shard
+    from functional_fsdp.runtime.state import TrainState
+    from functional_fsdp.runtime.step import Iteration
+    from functional_fsdp.runtime.train import Metrics, make_train_step, value_and_grad
+    from functional_fsdp.trees import map_tensors
+
+_LAZY = {
+    "FullySharded": "runtime.shard",
+    "GatherCounts": "runtime.log",
+    "Iteration": "runtime.step",
+    "LogEntry": "runtime.cell",
+    "Metrics": "runtime.train",
+    "TrainState": "runtime.state",
+    "count_gathers": "runtime.log",
+    "fully_shard": "runtime.shard",
+    "make_mesh": "runtime.mesh",
+    "make_train_step": "runtime.train",
+    "map_tensors": "trees",
+    "value_and_grad": "runtime.train",
+}
+
+__all__ = [
+    "Boundary",
+    "FsdpState",
+    "FullySharded",
+    "GatherCounts",
+    "Iteration",
+    "Key",
+    "LogEntry",
+    "Metrics",
+    "ModelSpec",
+    "Phase",
+    "PrefetchOrder",
+    "PrefetchPolicy",
+    "TrainState",
+    "Transition",
+    "UnitId",
+    "UnitSpec",
+    "Use",
+    "count_gathers",
+    "fully_shard",
+    "make_mesh",
+    "make_train_step",
+    "map_tensors",
+    "model_spec",
+    "value_and_grad",
+    "zero3",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        if name in ("optim", "trees", "testing", "runtime"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

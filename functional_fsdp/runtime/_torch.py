@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
@@ -91,6 +92,14 @@ def reduce_scatter_base(pg: ProcessGroup, out: Tensor, inp: Tensor, op: ReduceOp
     return _reduce_scatter(pg, out, inp, options)
 
 
+def new_group_like(group: ProcessGroup) -> ProcessGroup:
+    """Return a second communicator over the ranks of ``group``; only those ranks need to call it."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    assert isinstance(made, ProcessGroup), "this rank is one of them"
+    return made
+
+
 def make_wrapper_subclass(cls: type[_TensorClass], like: Tensor, *, requires_grad: bool) -> _TensorClass:
     """Return a tensor of class ``cls`` that looks like ``like`` and has no storage.
 
@@ -149,6 +158,15 @@ def resize_storage(tensor: Tensor, nbytes: int) -> None:
 def storage_nbytes(tensor: Tensor) -> int:
     """Return the bytes that ``tensor``'s storage holds now."""
     return tensor.untyped_storage().nbytes()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors share exactly if they share storage; 0 for a tensor that has none."""
+    try:
+        return cast("int", tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        # Wrapper subclasses and sparse tensors hold no storage of their own.
+        return 0
 
 
 def autocast_cache_enabled() -> bool:

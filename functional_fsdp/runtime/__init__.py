@@ -1,0 +1,1 @@
+"""The runtime: the only place that touches streams, process groups and tensors."""

@@ -1,0 +1,264 @@
+"""Module and autograd hooks of a unit: they gather facts and run transitions.
+
+Forward: a pre-hook opens the use and a hook closes it. Backward: a gradient arriving at an output opens the use; all
+gradients of the inputs being there closes it, else the end of the backward pass does.
+
+Inputs that require a gradient are replaced by a view of themselves, whose gradient hook then sees the unit's share
+alone. Alternatives considered: an autograd Function around the inputs (FSDP2) forbids changing them in place; a hook
+on the input itself waits for users of it outside the unit, and fires after the unit before has opened.
+
+Hooks hold the cell weakly: a module keeps no storage alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from functional_fsdp.core.errors import FsdpError, IterationError, StaleGraphError
+from functional_fsdp.core.ids import Phase, UnitId
+from functional_fsdp.core.transitions import StillOpen, backward_end, close_use, open_use, post_backward
+from functional_fsdp.runtime import _torch
+from functional_fsdp.runtime.buffers import UnitTensors
+from functional_fsdp.runtime.cell import Cell, IterationToken
+from functional_fsdp.trees import traverse_output
+
+
+class Call:
+    """One forward call of a unit, and the backward use that it may get.
+
+    Attributes:
+        hooks: of the unit.
+        phase: FORWARD or RECOMPUTE.
+        token: the iteration it belongs to.
+        views: the inputs that require a gradient, as the unit sees them; only while the forward runs, since their
+            graph refers to the call.
+        num_inputs: how many there were.
+        num_waiting: while a BACKWARD use is open, how many of them have no gradient yet.
+        graph_task: the backward pass in which a BACKWARD use is open, None if none is.
+    """
+
+    __slots__ = ("graph_task", "hooks", "num_inputs", "num_waiting", "phase", "token", "views")
+
+    def __init__(self, hooks: UnitHooks, phase: Phase, token: IterationToken | None) -> None:
+        self.hooks = hooks
+        self.phase = phase
+        self.token = token
+        self.views: list[Tensor] = []
+        self.num_inputs = 0
+        self.num_waiting = 0
+        self.graph_task: int | None = None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return a view of an input that requires a gradient, with a hook on its gradient."""
+        view = tensor.view_as(tensor)
+        view.register_hook(self.got_input_gradient)
+        self.views.append(view)
+        self.num_inputs += 1
+        return view
+
+    def open_backward(self, grad: object) -> None:
+        """Open the BACKWARD use at the first gradient that arrives."""
+        if self.graph_task is None:
+            self.num_waiting = self.num_inputs
+            self.hooks.open_backward(self)
+
+    def got_input_gradient(self, grad: object) -> None:
+        """Close the BACKWARD use if the gradients of all inputs are there.
+
+        An input that gets none leaves it open to the end of the backward pass.
+        """
+        if self.graph_task is not None:
+            self.num_waiting -= 1
+            if self.num_waiting == 0:
+                self.hooks.close_backward(self)
+
+
+class GraphTasks:
+    """The backward passes that are running, each with the calls whose BACKWARD use it opened."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[Call]] = {}
+
+    def clear(self) -> None:
+        """Forget all; of a pass that failed, autograd calls no end."""
+        for calls in self._open.values():
+            for call in calls:
+                call.graph_task = None
+        self._open.clear()
+
+    def enter(self, task: int, at_end: Callable[[], None]) -> bool:
+        """Note that ``task`` runs; return whether it is new and runs inside no other."""
+        if task in self._open:
+            return False
+        _torch.queue_callback(at_end)
+        self._open[task] = []
+        return len(self._open) == 1
+
+    def add(self, task: int, call: Call) -> None:
+        """Note that ``call``'s BACKWARD use is open."""
+        call.graph_task = task
+        self._open[task].append(call)
+
+    def remove(self, call: Call) -> None:
+        """Note that it is not."""
+        assert call.graph_task is not None, "only an open call is removed"
+        self._open[call.graph_task].remove(call)
+        call.graph_task = None
+
+    def leave(self, task: int) -> list[Call]:
+        """Note that ``task`` ended; return the calls that it left open."""
+        calls = self._open.pop(task, [])
+        for call in calls:
+            call.graph_task = None
+        return calls
+
+
+class UnitHooks:
+    """The hooks of one unit.
+
+    Args:
+        unit: its id.
+        tensors: its tensors.
+        module: where the hooks are registered.
+        cell: runs the transitions; held weakly.
+        tasks: the running backward passes, shared by all units.
+    """
+
+    def __init__(self, unit: UnitId, tensors: UnitTensors, module: nn.Module, cell: Cell, tasks: GraphTasks) -> None:
+        self.unit = unit
+        self.name = tensors.name
+        self._cell = weakref.ref(cell)
+        self._tasks = tasks
+        self._calls: list[Call] = []
+        self._trains = any(param.requires_grad for param in tensors.params)
+        self._storages = frozenset(_torch.storage_id(bucket.full) for bucket in tensors.buckets)
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        # always_call: checkpointing with early stop leaves a forward by an exception, and the use must close.
+        module.register_forward_hook(self._post_forward, always_call=True)
+
+    def _running_cell(self, hook: str) -> Cell:
+        cell = self._cell()
+        if cell is None:
+            raise FsdpError(
+                f"{hook}(unit {self.unit} {self.name!r}): expected the object that fully_shard returned to be alive, "
+                "got a deleted one; keep it as long as the model runs."
+            )
+        if not cell.is_running:
+            raise IterationError(
+                f"{hook}(unit {self.unit} {self.name!r}): expected a running iteration, got none, and weights are in "
+                "the state; call the model inside `with fsdp.iteration(state, key=...)` or through make_train_step."
+            )
+        return cell
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        cell = self._running_cell("pre_forward")
+        # Any forward inside a backward pass is a recompute.
+        phase = Phase.FORWARD if _torch.current_graph_task_id() is None else Phase.RECOMPUTE
+        cell.run(open_use, self.unit, phase, evaluating=cell.evaluating)
+        call = Call(self, phase, cell.token)
+        if self._calls and self._calls[-1].token is not cell.token:
+            # An interrupt left the forward of an aborted iteration without its hook.
+            self._calls.clear()
+        self._calls.append(call)
+        if not torch.is_grad_enabled():
+            return None
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            return ((call.view(args[0]),), kwargs) if args[0].requires_grad else None
+        return self._view_inputs(call, args, kwargs)
+
+    def _view_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        seen: dict[int, Tensor] = {}
+
+        def view(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in seen:
+                seen[id(tensor)] = call.view(tensor)
+            return seen[id(tensor)]
+
+        where = f"pre_forward(unit {self.unit} {self.name!r})"
+        viewed = traverse_output(view, (args, kwargs), where=where, strict=False)
+        return cast("tuple[tuple[Any, ...], dict[str, Any]]", viewed)
+
+    def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
+        if not self._calls:
+            # The pre-hook raised, so that no use is open.
+            return None
+        call = self._calls.pop()
+        cell = self._cell()
+        if cell is None or cell.token is not call.token:
+            # An exception leaves the forward after its iteration was aborted.
+            return None
+        output, has_backward = self._hook_output(call, output)
+        call.views = []
+        has_backward = has_backward and call.phase is Phase.FORWARD
+        cell.run(close_use, self.unit, call.phase, has_backward=has_backward)
+        return output
+
+    def _hook_output(self, call: Call, output: Any) -> tuple[Any, bool]:
+        """Put a gradient hook on each output that requires a gradient; return the output and whether there is one."""
+        has_backward = False
+
+        def hook(tensor: Tensor) -> Tensor:
+            nonlocal has_backward
+            if _torch.storage_id(tensor) in self._storages:
+                # The unit's storage is freed before the caller reads it.
+                tensor = tensor.clone()
+            if tensor.requires_grad:
+                has_backward = True
+                self._hook_gradient(call, tensor)
+            return tensor
+
+        if type(output) is Tensor:
+            return hook(output), has_backward
+        strict = torch.is_grad_enabled() and self._trains
+        where = f"post_forward(unit {self.unit} {self.name!r})"
+        return traverse_output(hook, output, where=where, strict=strict), has_backward
+
+    def _hook_gradient(self, call: Call, tensor: Tensor) -> None:
+        tensor.register_hook(call.open_backward)
+        base = tensor._base
+        if base is None or base.grad_fn is None or any(base is view._base for view in call.views):
+            return
+        # A view that is changed in place gets a new graph, without its hook, down to its base's old one.
+        base.register_hook(call.open_backward)
+
+    def open_backward(self, call: Call) -> None:
+        """Open the BACKWARD use of ``call``."""
+        cell = self._cell()
+        if cell is None or cell.token is None or cell.token is not call.token:
+            raise StaleGraphError(
+                f"pre_backward(unit {self.unit} {self.name!r}): expected the graph of a forward in the running "
+                "iteration, got one of another iteration, whose weights may have changed since; run forward and "
+                "backward in one iteration."
+            )
+        task = _torch.current_graph_task_id()
+        assert task is not None, "gradient hooks run inside a backward pass"
+        outermost = self._tasks.enter(task, partial(_end_backward, self._cell, self._tasks, task))
+        cell.run(open_use, self.unit, Phase.BACKWARD, outermost=outermost)
+        self._tasks.add(task, call)
+
+    def close_backward(self, call: Call) -> None:
+        """Close the BACKWARD use of ``call``: all gradients of its inputs are there."""
+        cell = self._cell()
+        assert cell is not None, "the use was opened in this pass"
+        self._tasks.remove(call)
+        cell.run(post_backward, self.unit, missing=cell.buffers.missing(self.unit))
+
+
+def _end_backward(cell_ref: weakref.ref[Cell], tasks: GraphTasks, task: int) -> None:
+    calls = tasks.leave(task)
+    cell = cell_ref()
+    if cell is not None and cell.is_running:
+        units = [call.hooks.unit for call in calls]
+        cell.run(backward_end, tuple(StillOpen(unit, cell.buffers.missing(unit)) for unit in units))

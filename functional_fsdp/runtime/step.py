@@ -1,0 +1,162 @@
+"""An iteration: the window in which one state is bound and hooks run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from functional_fsdp.core.errors import IterationError
+from functional_fsdp.core.gradients import outstanding_grads
+from functional_fsdp.core.ids import Key
+from functional_fsdp.core.state import Running
+from functional_fsdp.core.transitions import (
+    abort_iteration,
+    begin_iteration,
+    boundary,
+    end_iteration,
+    finish_grad_sync,
+    grads_complete,
+)
+from functional_fsdp.runtime import _torch
+from functional_fsdp.runtime.cell import Cell, IterationToken
+from functional_fsdp.runtime.hooks import GraphTasks
+from functional_fsdp.runtime.state import TrainState
+
+
+class Iteration:
+    """What ``with fsdp.iteration(state, key=...) as it`` gives."""
+
+    def __init__(self, cell: Cell, tasks: GraphTasks, state: TrainState, key: Key | None, rerecord: bool) -> None:
+        self._cell = cell
+        self._tasks = tasks
+        self._bound = state
+        self._key = key
+        self._rerecord = rerecord
+        self._state: TrainState | None = None
+        self._grads: dict[str, Tensor] | None = None
+        self._joined = False
+        self._autocast_cache = False
+
+    @property
+    def state(self) -> TrainState:
+        """The bound state with what this iteration committed; there once the iteration has ended.
+
+        Raises:
+            IterationError: the iteration is running, or it was aborted.
+        """
+        if self._state is None:
+            raise IterationError(
+                "it.state: expected an iteration that has ended well, got one that runs or was aborted; read it after "
+                "the with block, and after an exception go on with the state before."
+            )
+        return self._state
+
+    def __enter__(self) -> Self:
+        cell = self._cell
+        self._joined = cell.is_running
+        if self._joined:
+            self._check_bound()
+            cell.run(begin_iteration, self._key, rerecord=self._rerecord)
+            return self
+        if isinstance(self._bound.fsdp.iteration, Running):
+            raise IterationError("iteration: expected a state between iterations, got one of a running iteration.")
+        before, cell.state = cell.state, self._bound.fsdp
+        try:
+            cell.run(begin_iteration, self._key, rerecord=self._rerecord)
+        except BaseException:
+            cell.state = before
+            raise
+        cell.token = IterationToken()
+        cell.buffers.bind(self._bound.params)
+        # A cached cast would outlive the weights that it was made of.
+        self._autocast_cache = _torch.autocast_cache_enabled()
+        _torch.set_autocast_cache_enabled(False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._abort()
+            return
+        try:
+            self._cell.run(end_iteration)
+        except BaseException:
+            self._abort()
+            raise
+        self._state = TrainState(self._bound.params, self._bound.opt_state, self._cell.state)
+        if not self._joined:
+            self._leave()
+
+    def _abort(self) -> None:
+        """Drop all that the iteration has under way, however often it is asked."""
+        cell = self._cell
+        if cell.token is None:
+            return
+        try:
+            cell.run(abort_iteration)
+        finally:
+            cell.evaluating = False
+            self._leave()
+
+    def _leave(self) -> None:
+        self._tasks.clear()
+        self._cell.token = None
+        self._cell.buffers.bind({})
+        _torch.set_autocast_cache_enabled(self._autocast_cache)
+
+    def _check_bound(self) -> None:
+        bound = self._cell.buffers.params
+        if any(bound.get(key) is not tensor for key, tensor in self._bound.params.items()):
+            raise IterationError(
+                "iteration: expected the state that the running iteration bound, since a nested one joins it, got "
+                "another; end the outer iteration first."
+            )
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Run forwards without gradients that gather on demand, move no cursor and are not recorded."""
+        cell = self._cell
+        self._check_running("evaluate")
+        before, cell.evaluating = cell.evaluating, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            cell.evaluating = before
+
+    def boundary(self, name: str, *, host_sync: bool = False) -> None:
+        """Mark a place where other communication happens; see ``core.transitions.boundary``."""
+        self._check_running("boundary")
+        self._cell.run(boundary, name, host_sync=host_sync)
+
+    def finish_grad_sync(self) -> dict[str, Tensor]:
+        """Return the gradients, averaged over the ranks, as flat shards laid out like ``state.params``.
+
+        It closes the schedule's order. A second call returns the same.
+
+        Raises:
+            IterationError: the iteration has ended.
+            HookOrderError: a forward or backward is under way.
+        """
+        self._check_running("finish_grad_sync")
+        if self._grads is None:
+            cell = self._cell
+            iteration = cell.state.iteration
+            assert isinstance(iteration, Running), "checked above"
+            for unit in outstanding_grads(cell.spec, iteration.grads):
+                cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
+            cell.run(finish_grad_sync)
+            self._grads = cell.buffers.take_main_grads()
+        return self._grads
+
+    def _check_running(self, hook: str) -> None:
+        if not self._cell.is_running or self._state is not None:
+            raise IterationError(
+                f"{hook}: expected a running iteration, got one that has ended; call it inside the with block."
+            )

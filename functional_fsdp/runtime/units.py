@@ -1,0 +1,207 @@
+"""Finding units: which modules they are, how they nest, and which unit owns each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from functional_fsdp.core.ids import UnitId
+from functional_fsdp.core.layout import ParamSpec
+from functional_fsdp.runtime.buffers import Slot
+from functional_fsdp.runtime.placeholder import Placeholder
+
+UnitChoice = nn.Module | type[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitModule:
+    """A unit before it is sharded.
+
+    Attributes:
+        name: module path, below the root's name where there are several roots.
+        module: whose forward opens and closes its uses.
+        parent: the unit around it, None for a root.
+        params: what it owns.
+        specs: the same as the layout sees them.
+        slots: where they are bound, in this module or below.
+    """
+
+    name: str
+    module: nn.Module
+    parent: UnitId | None
+    params: tuple[nn.Parameter, ...]
+    specs: tuple[ParamSpec, ...]
+    slots: tuple[Slot, ...]
+
+
+def find_units(roots: Sequence[nn.Module], units: Iterable[UnitChoice]) -> tuple[UnitModule, ...]:
+    """Return the units of ``roots`` in depth-first order.
+
+    What the chosen modules leave over belongs to its root, itself a unit. A parameter that several units use belongs
+    to the innermost unit that contains all of them.
+
+    Args:
+        roots: modules, none inside another.
+        units: modules, or classes that stand for all their instances below the roots.
+
+    Raises:
+        ValueError: the choice does not fit the roots, or a parameter cannot be sharded.
+    """
+    _check_roots(roots)
+    chosen = _choose(roots, tuple(units))
+    walk = _Walk(chosen)
+    for index, root in enumerate(roots):
+        walk.visit(root, "" if len(roots) == 1 else str(index), None)
+    return walk.units()
+
+
+class _Walk:
+    """A depth-first walk that collects units, and for each parameter where it is bound and by which units."""
+
+    def __init__(self, chosen: set[nn.Module]) -> None:
+        self._chosen = chosen
+        self._modules: list[tuple[str, nn.Module, UnitId | None]] = []
+        self._ids: dict[nn.Module, UnitId] = {}
+        self._visited: set[tuple[nn.Module, UnitId | None]] = set()
+        self._params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]], list[UnitId]]] = {}
+
+    def visit(self, module: nn.Module, path: str, owner: UnitId | None) -> None:
+        """Visit ``module`` in the unit ``owner``; once for each unit that contains it."""
+        if (owner is None or module in self._chosen) and module not in self._ids:
+            self._ids[module] = UnitId(len(self._modules))
+            self._modules.append((path, module, owner))
+        owner = self._ids.get(module, owner)
+        if (module, owner) in self._visited:
+            return
+        self._visited.add((module, owner))
+        assert owner is not None, "a root is a unit"
+        for name, param in module._parameters.items():
+            if param is not None:
+                self._note(param, f"{path}.{name}" if path else name, module, name, owner)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, f"{path}.{name}" if path else name, owner)
+
+    def _note(self, param: nn.Parameter, path: str, module: nn.Module, name: str, owner: UnitId) -> None:
+        _check_param(path, param)
+        _, places, users = self._params.setdefault(param, (path, [], []))
+        if (module, name) not in places:
+            places.append((module, name))
+        users.append(owner)
+
+    def units(self) -> tuple[UnitModule, ...]:
+        """Return what was found."""
+        owned: list[list[nn.Parameter]] = [[] for _ in self._modules]
+        for param, (path, _, users) in self._params.items():
+            owned[self._owner(path, users)].append(param)
+        return tuple(
+            self._unit(name, module, parent, params)
+            for (name, module, parent), params in zip(self._modules, owned, strict=True)
+        )
+
+    def _unit(self, name: str, module: nn.Module, parent: UnitId | None, params: list[nn.Parameter]) -> UnitModule:
+        specs: list[ParamSpec] = []
+        slots: list[Slot] = []
+        for index, param in enumerate(params):
+            path, places, _ = self._params[param]
+            dtype = str(param.dtype).removeprefix("torch.")
+            specs.append(ParamSpec(path, tuple(param.shape), dtype, param.requires_grad))
+            slots.extend(Slot(holder, attribute, index) for holder, attribute in places)
+        label = name or type(module).__name__
+        return UnitModule(label, module, parent, tuple(params), tuple(specs), tuple(slots))
+
+    def _owner(self, path: str, users: list[UnitId]) -> UnitId:
+        """Return the innermost unit that contains all users."""
+        chains = [tuple(self._ancestors(user)) for user in set(users)]
+        shared = set(chains[0]).intersection(*chains)
+        if not shared:
+            raise ValueError(
+                f"fully_shard: parameter {path!r}: expected its uses to be below one root, got several; tie it inside "
+                "one root, or give the module around them as the root."
+            )
+        # Ids are depth-first, so the innermost of a chain has the largest.
+        return max(shared)
+
+    def _ancestors(self, unit: UnitId) -> Iterator[UnitId]:
+        at: UnitId | None = unit
+        while at is not None:
+            yield at
+            at = self._modules[at][2]
+
+
+def _check_roots(roots: Sequence[nn.Module]) -> None:
+    if not roots:
+        raise ValueError("fully_shard: expected at least one root module, got none.")
+    for index, root in enumerate(roots):
+        if not isinstance(root, nn.Module):
+            raise ValueError(f"fully_shard: expected root {index} to be a module, got {type(root).__name__}.")
+        for other, module in enumerate(roots):
+            if other != index and any(module is below for below in root.modules()):
+                raise ValueError(
+                    f"fully_shard: expected no root inside another, got root {other} ({type(module).__name__}) inside "
+                    f"root {index} ({type(root).__name__}); give it in units= instead."
+                )
+
+
+def _choose(roots: Sequence[nn.Module], units: tuple[UnitChoice, ...]) -> set[nn.Module]:
+    below = {module for root in roots for module in root.modules()}
+    chosen: set[nn.Module] = set()
+    for index, unit in enumerate(units):
+        if any(unit is other for other in units[:index]):
+            raise ValueError(f"fully_shard: units[{index}]: expected each unit once, got {_called(unit)} twice.")
+        if isinstance(unit, nn.Module):
+            _check_below(index, unit, roots, below)
+            chosen.add(unit)
+            continue
+        if not _is_module_class(unit):
+            raise ValueError(f"fully_shard: units[{index}]: expected a module or a module class, got {unit!r}.")
+        instances = {module for module in below if isinstance(module, unit)}
+        if not instances:
+            raise ValueError(
+                f"fully_shard: units[{index}]: expected instances of {unit.__name__} in the roots, got none; "
+                "name a class that the model uses."
+            )
+        chosen |= instances
+    return chosen
+
+
+def _check_below(index: int, unit: nn.Module, roots: Sequence[nn.Module], below: set[nn.Module]) -> None:
+    if unit in below:
+        return
+    if any(root is module for root in roots for module in unit.modules()):
+        raise ValueError(
+            f"fully_shard: units[{index}]: expected a module inside a root, got {_called(unit)}, which contains a "
+            "root; give that module as the root."
+        )
+    raise ValueError(
+        f"fully_shard: units[{index}]: expected a module inside a root, got {_called(unit)}, which is in none; "
+        "add its root, or leave it out."
+    )
+
+
+def _is_module_class(unit: object) -> bool:
+    return isinstance(unit, type) and issubclass(unit, nn.Module)
+
+
+def _called(unit: UnitChoice) -> str:
+    return f"the class {unit.__name__}" if isinstance(unit, type) else f"a {type(unit).__name__}"
+
+
+def _check_param(path: str, param: nn.Parameter) -> None:
+    if isinstance(param, Placeholder):
+        raise ValueError(
+            f"fully_shard: parameter {path!r}: expected a model that is not sharded, got a placeholder; "
+            "call fully_shard once, with all roots."
+        )
+    if param.is_meta:
+        raise ValueError(
+            f"fully_shard: parameter {path!r}: expected weights, got a meta tensor; materialise the model first, e.g. "
+            "with model.to_empty(device=...) and its initialisation."
+        )
+    if param.requires_grad and not param.is_floating_point():
+        raise ValueError(
+            f"fully_shard: parameter {path!r}: expected a real floating dtype where a gradient is wanted, got "
+            f"{param.dtype}; use a buffer, set requires_grad=False, or keep its real and imaginary parts apart."
+        )
