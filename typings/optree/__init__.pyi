@@ -53,6 +53,20 @@ def tree_flatten_with_path(
     none_is_leaf: bool = False,
     namespace: str = "",
 ) -> tuple[list[tuple[object, ...]], list[object], PyTreeSpec]: ...
+def tree_is_leaf(
+    tree: object,
+    is_leaf: Callable[[object], bool] | None = None,
+    *,
+    none_is_leaf: bool = False,
+    namespace: str = "",
+) -> bool: ...
+def tree_flatten_one_level(
+    tree: object,
+    is_leaf: Callable[[object], bool] | None = None,
+    *,
+    none_is_leaf: bool = False,
+    namespace: str = "",
+) -> tuple[list[object], object, tuple[object, ...], Callable[[object, Sequence[object]], object]]: ...
 def tree_unflatten(treespec: PyTreeSpec, leaves: Iterable[object]) -> object: ...
 def register_pytree_node(
     cls: type[Node],
