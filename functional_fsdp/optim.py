@@ -1,11 +1,11 @@
 """Optimizers with explicit state: what PyTorch's keep inside themselves is an argument and a result here.
 
-``update(grads, opt_state, params) -> opt_state`` writes ``params`` and the tensors of ``opt_state`` in place: memory for a
-second copy of either is what sharding is there to save. A record remembers nothing; the same arguments give the same
+``update(grads, opt_state, params) -> opt_state`` writes ``params`` and the tensors of ``opt_state`` in place: memory for
+a second copy of either is what sharding is there to save. A record remembers nothing; the same arguments give the same
 result, whatever it was called with before.
 
-Invariant: only elementwise optimizers get through ``from_torch``. A flat shard is a range of elements of many parameters,
-and a rule that looks at a matrix, a row or a norm would see borders that are not there.
+Invariant: only elementwise optimizers get through ``from_torch``. A flat shard is a range of elements of many
+parameters, and a rule that looks at a matrix, a row or a norm would see borders that are not there.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Optimizer:
             alias = params[key].detach()
             alias.grad = grad
             aliases[key] = alias
-        # Built per call: 6 microseconds for AdamW, and an object that is gone can carry nothing into the next call. On no
-        # elements, because some (Adagrad) allocate their state when they are made.
+        # Built per call: 6 microseconds for AdamW, and an object that is gone can carry nothing into the next call. On
+        # no elements, because some (Adagrad) allocate their state when they are made.
         optimizer = self._build([alias[:0] for alias in aliases.values()])
         optimizer.state.clear()
         optimizer.param_groups[0]["params"] = list(aliases.values())
@@ -163,7 +163,9 @@ def _check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, objec
                 f"frozen record; give {name}=float(...), and another record when it changes"
             )
     if options.get("differentiable"):
-        raise ValueError(f"{_name(cls)}: differentiable=True has no meaning here, the step is done in place; leave it out")
+        raise ValueError(
+            f"{_name(cls)}: differentiable=True has no meaning here, the step is done in place; leave it out"
+        )
 
 
 def _check_construction(optimizer: Optimizer) -> None:
@@ -207,8 +209,8 @@ def _check_elementwise(optimizer: Optimizer) -> None:
             for state_name, value in kept.items():
                 if not isinstance(value, Tensor):
                     raise ValueError(
-                        f"{name}: expected tensors in its state, got {state_name!r} of type {type(value).__name__}, which "
-                        "an explicit state cannot carry"
+                        f"{name}: expected tensors in its state, got {state_name!r} of type {type(value).__name__}, "
+                        "which an explicit state cannot carry"
                     )
     if not torch.equal(whole.reshape(-1), torch.cat(list(pieces.values()))):
         raise ValueError(

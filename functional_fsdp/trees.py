@@ -1,7 +1,7 @@
 """Tensors inside nested containers: ``map_tensors`` over states, ``traverse_output`` over what a module returns.
 
-Both look into dicts and other mappings, lists, tuples, named tuples, deques and dataclasses. ``map_tensors`` also knows the
-classes registered with optree (``TrainState``), whose static parts, such as ``fsdp``, it takes from the first tree.
+Both look into dicts and other mappings, lists, tuples, named tuples, deques and dataclasses. ``map_tensors`` also knows
+the classes registered with optree (``TrainState``), whose static parts, such as ``fsdp``, it takes from the first tree.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def _match(path: str, nodes: tuple[object, ...], leaves: list[tuple[str, tuple[T
     for number, node in enumerate(nodes[1:], start=2):
         if type(node) is not type(first):
             raise ValueError(
-                f"map_tensors: at {place}: expected {_type_name(first)} as in the first tree, got {_type_name(node)} in "
-                f"tree {number}"
+                f"map_tensors: at {place}: expected {_type_name(first)} as in the first tree, got {_type_name(node)} "
+                f"in tree {number}"
             )
     levels = [level for level in map(_open_level, nodes) if level is not None]
     if not levels:
@@ -179,8 +179,8 @@ def _match(path: str, nodes: tuple[object, ...], leaves: list[tuple[str, tuple[T
         extra = [entry for entry in known if entry not in values[0]]
         if missing or extra:
             raise ValueError(
-                f"map_tensors: at {place}: expected the keys of the first tree, {list(entries)}, got tree {number} with "
-                f"{missing} missing and {extra} extra"
+                f"map_tensors: at {place}: expected the keys of the first tree, {list(entries)}, got tree {number} "
+                f"with {missing} missing and {extra} extra"
             )
     for entry in entries:
         _match(levels[0].path(path, entry), tuple(known[entry] for known in values), leaves)

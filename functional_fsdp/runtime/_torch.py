@@ -207,7 +207,7 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def register_state_dict_hooks(
     module: nn.Module, *, saving: Callable[..., None], loading: Callable[..., None]
 ) -> None:
-    """Call ``saving(module, prefix, keep_vars)`` before ``module`` is saved, ``loading(module, ...)`` before it loads."""
+    """Call ``saving(module, prefix, keep_vars)`` before a save of ``module``, ``loading(module, ...)`` before a load."""
     register_saving = cast("Callable[..., object]", module.register_state_dict_pre_hook)
     register_loading = cast("Callable[..., object]", module.register_load_state_dict_pre_hook)
     register_saving(saving)

@@ -118,9 +118,8 @@ def _advice_for(func: object) -> tuple[str, str]:
         tried += ", which torch.optim does with what it is given"
     if name in _ADVICE:
         return tried, _ADVICE[name]
-    if not is_property and (
-        name.split(".")[0].endswith("_") and not name.endswith("__") or getattr(func, "__module__", "") == "torch.nn.init"
-    ):
+    in_place = name.split(".")[0].endswith("_") and not name.endswith("__")
+    if not is_property and (in_place or getattr(func, "__module__", "") == "torch.nn.init"):
         return tried, _IN_WRITING
     return tried, _IN_COMPUTE
 

@@ -324,7 +324,9 @@ def test_map_tensors_over_a_registered_class() -> None:
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-    optree.register_pytree_node(Box, lambda box: ((box.x,), None), lambda _, xs: Box(torch.as_tensor(xs[0])), namespace="functional_fsdp")
+    optree.register_pytree_node(
+        Box, lambda box: ((box.x,), None), lambda _, xs: Box(torch.as_tensor(xs[0])), namespace="functional_fsdp"
+    )
     assert map_tensors(double, [Box(torch.ones(1))])[0].x == 2
 
 

@@ -70,7 +70,9 @@ def tree_flatten_one_level(
 def tree_unflatten(treespec: PyTreeSpec, leaves: Iterable[object]) -> object: ...
 def register_pytree_node(
     cls: type[Node],
-    flatten_func: Callable[[Node], tuple[Iterable[object], Hashable] | tuple[Iterable[object], Hashable, Iterable[object]]],
+    flatten_func: Callable[
+        [Node], tuple[Iterable[object], Hashable] | tuple[Iterable[object], Hashable, Iterable[object]]
+    ],
     unflatten_func: Callable[[Hashable, Sequence[object]], Node],
     *,
     namespace: str,
