@@ -169,8 +169,9 @@ class Buffers:
         return self._params
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Let gathers read ``params``, one flat shard for each bucket key."""
+        """Let gathers read ``params``, one flat shard for each bucket key; main gradients start anew."""
         self._params = params
+        self._main_grads = {}
 
     def unsharded_nbytes(self) -> int:
         """Return the bytes of full storage that are allocated now."""
@@ -246,10 +247,9 @@ class Buffers:
         """Return the bucket's slice ``[shard_numel]`` of the main gradient; it was allocated when packing."""
         return bucket.shard(self._main_grads)
 
-    def take_main_grads(self) -> dict[str, Tensor]:
-        """Hand the main gradients over: one flat tensor for each key that trains."""
-        grads, self._main_grads = self._main_grads, {}
-        return grads
+    def main_grads(self) -> dict[str, Tensor]:
+        """Return the main gradients: one flat tensor for each key that trains."""
+        return dict(self._main_grads)
 
     def staging(self, unit: UnitId, slot: int) -> tuple[Staging, ...]:
         """Return where each trainable bucket of the unit is packed in ``slot``.

@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
 
+from torch import Tensor
+
 from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.core.state import FsdpState, Running, Transition
+from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.buffers import Buffers
 from functional_fsdp.runtime.interpreter import Collectives, Interpreter, Streams
 
@@ -60,6 +63,7 @@ class Cell:
         self.state = FsdpState()
         self.token: IterationToken | None = None
         self.evaluating = False
+        self._autocast_cache = False
         self._lock = threading.RLock()
         self._interpreter = Interpreter(streams, collectives, buffers, _warn)
         self._num_hooks = 0
@@ -83,6 +87,21 @@ class Cell:
             self.state, effects = hook(self.spec, self.state, *args, **facts)
             if effects:
                 self._interpreter.apply(effects)
+
+    def bind(self, params: Mapping[str, Tensor]) -> None:
+        """Let gathers read ``params``, and graphs belong to a new iteration."""
+        self.token = IterationToken()
+        self.buffers.bind(params)
+        # A cached cast would outlive the weights that it was made of.
+        self._autocast_cache = _torch.autocast_cache_enabled()
+        _torch.set_autocast_cache_enabled(False)
+
+    def unbind(self) -> None:
+        """Forget what ``bind`` was given."""
+        self.token = None
+        self.evaluating = False
+        self.buffers.bind({})
+        _torch.set_autocast_cache_enabled(self._autocast_cache)
 
     @contextmanager
     def observe(self, observer: Callable[[LogEntry], None]) -> Iterator[None]:

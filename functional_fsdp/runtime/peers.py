@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -10,8 +13,15 @@ from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.runtime.buffers import Buffers
 
 
-def check_same_model(group: ProcessGroup, spec: ModelSpec, buffers: Buffers) -> None:
-    """Check that all ranks of ``group`` shard the same model under the same policy.
+def check_same_model(group: ProcessGroup, spec: ModelSpec, buffers: Buffers, sums: Mapping[str, float]) -> None:
+    """Check that all ranks of ``group`` shard the same model, with the same weights, under the same policy.
+
+    Args:
+        group: the ranks.
+        spec: this rank's model.
+        buffers: its tensors.
+        sums: for each parameter the sum of its elements. Equal weights have sums that are equal but for rounding, which
+            depends on the number of threads.
 
     Raises:
         PeerMismatch: a rank differs from the first; the message, equal on all ranks, says which and in what.
@@ -19,12 +29,23 @@ def check_same_model(group: ProcessGroup, spec: ModelSpec, buffers: Buffers) -> 
     if dist.get_backend(group) == "fake":
         # The fake backend has no peers to ask.
         return
-    mine = _describe(spec, buffers)
-    everyone: list[list[str]] = [[] for _ in range(group.size())]
+    mine = (_describe(spec, buffers), dict(sums))
+    everyone = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise PeerMismatch(_difference(rank, everyone[0], theirs))
+    lines, weights = everyone[0]
+    for rank, (their_lines, their_weights) in enumerate(everyone):
+        if their_lines != lines:
+            raise PeerMismatch(_difference(rank, lines, their_lines))
+        for name, total in weights.items():
+            if not _is_same(total, their_weights[name]):
+                raise PeerMismatch(
+                    f"init: expected the same weights on all ranks, got {name!r} with sum {total} on rank 0 and "
+                    f"{their_weights[name]} on rank {rank}; seed every rank alike, or load the same weights."
+                )
+
+
+def _is_same(total: float, other: float) -> bool:
+    return math.isclose(total, other, rel_tol=1e-6, abs_tol=1e-6) or (math.isnan(total) and math.isnan(other))
 
 
 def _describe(spec: ModelSpec, buffers: Buffers) -> list[str]:

@@ -83,6 +83,12 @@ class FullySharded:
         tensors = [_unit_tensors(*pair, device) for pair in zip(found, layouts, strict=True)]
         buffers = Buffers(tensors, device)
         self._initial: dict[str, Tensor] | None = _cut(found, layouts, buffers, gather_group.rank(), device)
+        self._sums = {
+            spec.name: param.detach().sum(dtype=torch.float64).item()
+            for unit in found
+            for spec, param in zip(unit.specs, unit.params, strict=True)
+            if param.is_floating_point()
+        }
         self._cell = Cell(
             self.spec, buffers, make_streams(device), make_collectives(buffers, gather_group, self._reduce_group)
         )
@@ -105,7 +111,7 @@ class FullySharded:
                 "init: expected the first call, got another; the weights went to the state that the first one "
                 "returned. Copy that with map_tensors(torch.clone, state)."
             )
-        check_same_model(self._reduce_group, self.spec, self._cell.buffers)
+        check_same_model(self._reduce_group, self.spec, self._cell.buffers, self._sums)
         params, self._initial = self._initial, None
         return TrainState(params, optimizer.init(params), FsdpState())
 

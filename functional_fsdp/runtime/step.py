@@ -22,7 +22,6 @@ from functional_fsdp.core.transitions import (
     finish_grad_sync,
     grads_complete,
 )
-from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.cell import Cell, IterationToken
 from functional_fsdp.runtime.hooks import GraphTasks
 from functional_fsdp.runtime.state import TrainState
@@ -38,9 +37,8 @@ class Iteration:
         self._key = key
         self._rerecord = rerecord
         self._state: TrainState | None = None
-        self._grads: dict[str, Tensor] | None = None
+        self._token: IterationToken | None = None
         self._joined = False
-        self._autocast_cache = False
 
     @property
     def state(self) -> TrainState:
@@ -62,7 +60,13 @@ class Iteration:
         if self._joined:
             self._check_bound()
             cell.run(begin_iteration, self._key, rerecord=self._rerecord)
-            return self
+        else:
+            self._begin()
+        self._token = cell.token
+        return self
+
+    def _begin(self) -> None:
+        cell = self._cell
         if isinstance(self._bound.fsdp.iteration, Running):
             raise IterationError("iteration: expected a state between iterations, got one of a running iteration.")
         before, cell.state = cell.state, self._bound.fsdp
@@ -71,12 +75,7 @@ class Iteration:
         except BaseException:
             cell.state = before
             raise
-        cell.token = IterationToken()
-        cell.buffers.bind(self._bound.params)
-        # A cached cast would outlive the weights that it was made of.
-        self._autocast_cache = _torch.autocast_cache_enabled()
-        _torch.set_autocast_cache_enabled(False)
-        return self
+        cell.bind(self._bound.params)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,6 +84,7 @@ class Iteration:
             self._abort()
             return
         try:
+            self._check_running("end of the iteration")
             self._cell.run(end_iteration)
         except BaseException:
             self._abort()
@@ -94,21 +94,17 @@ class Iteration:
             self._leave()
 
     def _abort(self) -> None:
-        """Drop all that the iteration has under way, however often it is asked."""
-        cell = self._cell
-        if cell.token is None:
+        """Drop all that the iteration has under way; an iteration inside it may have done so."""
+        if self._cell.token is not self._token:
             return
         try:
-            cell.run(abort_iteration)
+            self._cell.run(abort_iteration)
         finally:
-            cell.evaluating = False
             self._leave()
 
     def _leave(self) -> None:
         self._tasks.clear()
-        self._cell.token = None
-        self._cell.buffers.bind({})
-        _torch.set_autocast_cache_enabled(self._autocast_cache)
+        self._cell.unbind()
 
     def _check_bound(self) -> None:
         bound = self._cell.buffers.params
@@ -145,18 +141,17 @@ class Iteration:
             HookOrderError: a forward or backward is under way.
         """
         self._check_running("finish_grad_sync")
-        if self._grads is None:
-            cell = self._cell
-            iteration = cell.state.iteration
-            assert isinstance(iteration, Running), "checked above"
-            for unit in outstanding_grads(cell.spec, iteration.grads):
-                cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
-            cell.run(finish_grad_sync)
-            self._grads = cell.buffers.take_main_grads()
-        return self._grads
+        cell = self._cell
+        iteration = cell.state.iteration
+        assert isinstance(iteration, Running), "checked above"
+        for unit in outstanding_grads(cell.spec, iteration.grads):
+            cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
+        cell.run(finish_grad_sync)
+        return cell.buffers.main_grads()
 
     def _check_running(self, hook: str) -> None:
-        if not self._cell.is_running or self._state is not None:
+        if self._token is None or self._cell.token is not self._token:
             raise IterationError(
-                f"{hook}: expected a running iteration, got one that has ended; call it inside the with block."
+                f"{hook}: expected a running iteration, got one that has ended or was aborted; call it inside the with "
+                "block."
             )
