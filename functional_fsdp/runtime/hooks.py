@@ -187,8 +187,10 @@ class UnitHooks:
             return seen[id(tensor)]
 
         where = f"pre_forward(unit {self.unit} {self.name!r})"
-        viewed = traverse_output(view, (args, kwargs), where=where, strict=False)
-        return cast("tuple[tuple[Any, ...], dict[str, Any]]", viewed)
+        args = cast("tuple[Any, ...]", traverse_output(view, args, where=where, strict=False))
+        if kwargs:
+            kwargs = cast("dict[str, Any]", traverse_output(view, kwargs, where=where, strict=False))
+        return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         if not self._calls:

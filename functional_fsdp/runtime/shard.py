@@ -96,6 +96,7 @@ class FullySharded:
         for unit, module in enumerate(found):
             UnitHooks(UnitId(unit), tensors[unit], module.module, self._cell, self._tasks)
             _rest(module, tensors[unit])
+        _forbid_state_dicts(found)
 
     def init(self, optimizer: Optimizer) -> TrainState:
         """Return the first state: the weights that the modules had, and the optimizer's state for them.
@@ -231,10 +232,20 @@ def _cut(
 
 
 def _rest(unit: UnitModule, tensors: UnitTensors) -> None:
-    """Put placeholders where the unit's parameters are bound, and refuse state dicts of those modules."""
-    names: dict[nn.Module, list[str]] = {}
+    """Put placeholders where the unit's parameters are bound."""
     for slot in unit.slots:
         slot.bind(tensors.placeholders[slot.param])
-        names.setdefault(slot.module, []).append(unit.specs[slot.param].name)
+
+
+def _forbid_state_dicts(found: Sequence[UnitModule]) -> None:
+    """Refuse state dicts of all modules that hold placeholders, and of roots, before any of them is read or written."""
+    names: dict[nn.Module, list[str]] = {}
+    for unit in found:
+        for slot in unit.slots:
+            names.setdefault(slot.module, []).append(unit.specs[slot.param].name)
+    everything = [name for held in names.values() for name in held]
+    for unit in found:
+        if unit.parent is None and everything:
+            names[unit.module] = everything
     for module, held in names.items():
         forbid_state_dict(module, held)

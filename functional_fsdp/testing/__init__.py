@@ -1,0 +1,1 @@
+"""What users need to test transitions and interpreters with no GPU and no torch."""
