@@ -264,9 +264,9 @@ def failing_update(
     """
     assert update in ("donate", "copy")
     mode: Literal["copy", "donate"] = "copy" if update == "copy" else "donate"
-    twins = Twins(rank, world_size, PATHS, optimizer="sgd")
     optimizer = optim.from_torch(FailingSgd, lr=0.1)
-    state = twins.fsdp.init(optimizer)
+    twins = Twins(rank, world_size, PATHS, optimizer="sgd", sharded_optimizer=optimizer)
+    state = twins.state
     weights = twins.fsdp.full_tensors(state.params)
     loss_fn = twins.loss_fn()
     step_fn = make_train_step(twins.fsdp, loss_fn, optimizer, key="train", update=mode)

@@ -124,7 +124,16 @@ def weight_as_output(rank: int, world_size: int, policy: PrefetchPolicy, kind: s
     """Return "equal" if training is right, else the text of the refusal."""
     scenario = Scenario(WeightModel, (WeightUnit, Block), kwargs={"kind": kind})
     twins = Twins(rank, world_size, scenario, policy)
+    unit, inputs = twins.model.get_submodule("unit"), twins.batch(9)[0]
     try:
+        with twins.fsdp.iteration(twins.state, key="eval") as it:
+            with it.evaluate():
+                _, weight = unit(inputs)
+            # Its use has closed: what came out must still be the weight.
+            _, wanted = twins.reference.model.get_submodule("unit")(inputs)
+            check_close("weight", weight.detach(), wanted.detach(), 0.0)
+        check_close("weight after the iteration", weight.detach(), wanted.detach(), 0.0)
+        twins.state = it.state
         for step in range(3):
             twins.train(step)
     except FsdpError as error:

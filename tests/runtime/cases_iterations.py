@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from functional_fsdp import make_train_step
+from functional_fsdp import make_train_step, map_tensors
 from tests.runtime.cases_config import Error, error_of
+from tests.runtime.cases_faults import Planted
 from tests.runtime.models import PATHS, call, squared_error
 from tests.runtime.twins import RECORDED, Twins
 
@@ -22,12 +24,6 @@ def iteration_misuse(rank: int, world_size: int, what: str) -> Error:
 
     def backward() -> None:
         torch.autograd.backward(squared_error(twins.model, twins.batch(2)))
-
-    def finish_twice() -> None:
-        with fsdp.iteration(state, key="train") as it:
-            backward()
-            it.finish_grad_sync()
-            it.finish_grad_sync()
 
     def finish_outside() -> None:
         with fsdp.iteration(state, key="train") as it:
@@ -44,7 +40,7 @@ def iteration_misuse(rank: int, world_size: int, what: str) -> Error:
             backward()
 
     def another_state() -> None:
-        other = fsdp.init(twins.optimizer)
+        other = map_tensors(torch.clone, state)
         with fsdp.iteration(state, key="train"), fsdp.iteration(other, key="train"):
             backward()
 
@@ -52,11 +48,16 @@ def iteration_misuse(rank: int, world_size: int, what: str) -> Error:
         with fsdp.iteration(state, key=None):
             backward()
 
+    def update_inside() -> None:
+        with fsdp.iteration(state, key="train") as it:
+            backward()
+            fsdp.update(state, it.finish_grad_sync(), twins.optimizer)
+
     def state_inside() -> None:
         with fsdp.iteration(state, key="train") as it:
             backward()
-            grads = it.finish_grad_sync()
-            fsdp.update(it.state, grads, twins.optimizer)
+            it.finish_grad_sync()
+            fsdp.full_tensors(it.state.params)
 
     def evaluate_outside() -> None:
         with fsdp.iteration(state, key="train") as it:
@@ -73,17 +74,17 @@ def iteration_misuse(rank: int, world_size: int, what: str) -> Error:
         with fsdp.iteration(state, key="train") as it:
             squared_error(twins.model, twins.batch(2))
             for parameter in twins.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype)
             it.finish_grad_sync()
 
     misuses: dict[str, Callable[[], None]] = {
-        "finish twice": finish_twice,
         "finish outside": finish_outside,
         "not finished": not_finished,
         "another key": another_key,
         "another state": another_state,
         "no key": no_key,
-        "update inside": state_inside,
+        "update inside": update_inside,
+        "state inside": state_inside,
         "evaluate outside": evaluate_outside,
         "bad key": bad_key,
         "written grad": written_grad,
@@ -93,6 +94,51 @@ def iteration_misuse(rank: int, world_size: int, what: str) -> Error:
     for step in range(2, 5):
         twins.train(step)
     return answer
+
+
+def finish_twice(rank: int, world_size: int) -> None:
+    """A second `finish_grad_sync` returns the same and reduces nothing again."""
+    twins = Twins(rank, world_size, PATHS, RECORDED)
+    for step in range(3):
+        expected = twins.expect((step,))
+        with twins.fsdp.iteration(twins.state, key="train") as it:
+            loss = squared_error(twins.model, twins.batch(step))
+            torch.autograd.backward(loss)
+            first = it.finish_grad_sync()
+            with twins.log() as entries:
+                second = it.finish_grad_sync()
+            assert entries == []
+            assert first.keys() == second.keys() and all(first[key] is second[key] for key in first)
+        twins.settle(f"step {step}", expected, loss, second, it.state)
+
+
+def autocast_cache(rank: int, world_size: int, nested: bool, enabled: bool) -> tuple[bool, bool, bool]:
+    """Return whether autocast's weight cache is on during an iteration, after a good and after a failed one."""
+    twins = Twins(rank, world_size, PATHS)
+
+    def iterate(fail: bool) -> bool:
+        with twins.fsdp.iteration(twins.state, key="train") as it:
+            with twins.fsdp.iteration(twins.state, key="train") if nested else nullcontext():
+                squared_error(twins.model, twins.batch(0))
+                during = torch.is_autocast_cache_enabled()
+                if fail:
+                    raise Planted("inside")
+            it.finish_grad_sync()
+        return during
+
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        during = iterate(fail=False)
+        after_success = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(enabled)
+        try:
+            iterate(fail=True)
+        except Planted:
+            pass
+        return during, after_success, torch.is_autocast_cache_enabled()
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def nested_iterations_join(rank: int, world_size: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from functional_fsdp import LogEntry, PrefetchPolicy
+from functional_fsdp import Iteration, LogEntry, PrefetchPolicy
 from functional_fsdp.core.effects import PackGrads, Report, Reshard, Unshard, WaitUnshard
 from tests.runtime.models import PATHS, Scenario, call
 from tests.runtime.reference import check_close
@@ -86,7 +86,7 @@ def evaluations(
     """
     twins = Twins(rank, world_size, PATHS, policy)
 
-    def evaluate(it: object, here: str, step: int) -> None:
+    def evaluate(it: Iteration, here: str, step: int) -> None:
         if here != place or step % 2 == 0:
             return
         twins.set_path(path)
@@ -96,7 +96,7 @@ def evaluations(
                 got = call(twins.model, inputs)
             twins.state = outside.state
         elif how == "evaluate":
-            with it.evaluate():  # type: ignore[attr-defined]
+            with it.evaluate():
                 got = call(twins.model, inputs)
         else:
             with torch.no_grad():
@@ -185,7 +185,9 @@ def divergence(
     texts = reports(entries)
     replay = train_paths(twins, 3, (changed,))
     assert reports(replay) == [], reports(replay)
-    assert on_demand(replay) == 1 and prefetched(replay) > 0, "the changed path is not replayed"
+    # Without blocks there is nothing to prefetch: the root stays.
+    replayed = prefetched(replay) > 0 or not changed
+    assert on_demand(replay) == 1 and replayed, "the changed path is not replayed"
     assert wasted(replay) == 0
     train_paths(twins, 4, (recorded,))
     back = train_paths(twins, 5, (recorded,))

@@ -163,8 +163,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[:, :],
     "narrow": lambda x: x.narrow(1, 0, DIM),
     "transposed_twice": lambda x: x.t().t(),
-    "unbind": lambda x: x.unsqueeze(0).unbind(0)[0],
-    "chunk": lambda x: x.chunk(1, dim=1)[0],
+    "select": lambda x: x.unsqueeze(0)[0],
+    "as_strided": lambda x: x.as_strided(x.shape, x.stride()),
+    "diagonal_of_one": lambda x: x.unsqueeze(0).unsqueeze(0).diagonal(0, 0, 1).permute(2, 0, 1)[0],
 }
 """Ways for a unit to return a view of its result."""
 

@@ -48,16 +48,16 @@ def test_integer_parameters_that_want_no_gradient_are_sharded(worlds: Worlds, dt
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("not inside", ["Block", "roots"]),
-        ("class not inside", ["Conv2d"]),
-        ("twice", ["'a'", "twice"]),
-        ("ancestor", ["Sequential"]),
-        ("root of another root", ["root"]),
-        ("root twice", ["twice"]),
-        ("no roots", ["root"]),
-        ("not a module", ["units", "'a'"]),
-        ("not a root", ["root", "'model'"]),
-        ("already sharded", ["fully_shard"]),
+        ("not inside", ["units[1]", "a Block", "which is in none", "add its root"]),
+        ("class not inside", ["units[1]", "Conv2d", "got none"]),
+        ("twice", ["units[2]", "Block", "twice"]),
+        ("ancestor", ["units[0]", "a Sequential", "contains a root"]),
+        ("root of another root", ["root 1 (Paths) inside root 0 (Sequential)", "units="]),
+        ("root twice", ["root 1", "root 0"]),
+        ("no roots", ["at least one root"]),
+        ("not a module", ["units[0]", "'a'", "module class"]),
+        ("not a root", ["root 0", "got str"]),
+        ("already sharded", ["stem.weight", "placeholder", "call fully_shard once"]),
     ],
 )
 def test_units_and_roots_that_do_not_fit(worlds: Worlds, what: str, parts: list[str]) -> None:
@@ -104,13 +104,13 @@ def test_ranks_with_different_policies(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "parts"),
     [
-        ("finish twice", "IterationError", ["finish_grad_sync"]),
         ("finish outside", "IterationError", ["finish_grad_sync"]),
         ("not finished", "GradientError", ["finish_grad_sync"]),
         ("another key", "IterationError", ["'train'", "'other'"]),
         ("another state", "IterationError", ["state"]),
         ("no key", "IterationError", ["key"]),
-        ("update inside", "IterationError", ["update"]),
+        ("update inside", "IterationError", ["update", "after the with block"]),
+        ("state inside", "IterationError", ["it.state", "after the with block"]),
         ("evaluate outside", "IterationError", ["evaluate"]),
         ("bad key", "ValueError", ["key", "1.5"]),
         ("written grad", "PlaceholderError", ["grad"]),
@@ -120,6 +120,17 @@ def test_iteration_misuse_then_training_goes_on(worlds: Worlds, what: str, kind:
     check(worlds(2).run(iterations.iteration_misuse, what), kind, *parts)
 
 
+def test_finishing_twice_gives_the_same_gradients(worlds: Worlds) -> None:
+    worlds(2).run(iterations.finish_twice)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("enabled", [False, True], ids=["cache-off", "cache-on"])
+def test_b15_autocast_cache_is_given_back(worlds: Worlds, nested: bool, enabled: bool) -> None:
+    for during, after_success, after_error in worlds(2).run(iterations.autocast_cache, nested, enabled):
+        assert (during, after_success, after_error) == (False, enabled, enabled)
+
+
 def test_a18_nested_iterations_join(worlds: Worlds) -> None:
     worlds(2).run(iterations.nested_iterations_join)
 
@@ -127,7 +138,7 @@ def test_a18_nested_iterations_join(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("loss is no tensor", ["loss", "float"]),
+        ("loss is no tensor", ["loss_fn", "scalar tensor", "1.0"]),
         ("loss is a vector", ["loss", "(4, 3)"]),
         ("loss without gradient", ["loss", "grad"]),
         ("no accumulation", ["accumulate", "0"]),

@@ -61,6 +61,7 @@ class Twins:
         dtype: torch.dtype = torch.float64,
         optimizer: str = "adamw",
         seed: int = 7,
+        sharded_optimizer: optim.Optimizer | None = None,
     ) -> None:
         self.rank, self.world_size, self.scenario, self.dtype = rank, world_size, scenario, dtype
         optimizer_class, options = OPTIMIZERS[optimizer]
@@ -69,7 +70,7 @@ class Twins:
         self.reference = Reference(self.model, lambda params: optimizer_class(params, **options))
         mesh = make_mesh((world_size,))
         self.fsdp = fully_shard(self.model, mesh, units=scenario.units, prefetch=policy)
-        self.optimizer = optim.from_torch(optimizer_class, **options)
+        self.optimizer = sharded_optimizer or optim.from_torch(optimizer_class, **options)
         self.state: TrainState = self.fsdp.init(self.optimizer)
 
     def loss_fn(self, loss: Loss | None = None) -> Callable[[Batch], Tensor]:
