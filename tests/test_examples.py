@@ -1,0 +1,113 @@
+"""The examples as users run them: child processes, each under a hard time limit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch, torchrun
+
+LIMIT_S = 80.0
+TINY_GPT = ("--dim", "16", "--layers", "2", "--heads", "2")
+TINY = (*TINY_GPT, "--sequence", "16", "--batch", "2")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("the same state and input give the same output\n" * 40)
+    return str(file)
+
+
+def test_launch_kills_what_does_not_end() -> None:
+    grandchild = "import os, time; print('grandchild', os.getpid(), flush=True); time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with pytest.raises(AssertionError, match=r"expected an end within 2.0 s, got none") as caught:
+        launch([sys.executable, "-c", child], limit_s=2.0)
+    pid = str(caught.value).rsplit(maxsplit=1)[-1]
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True, check=False).stdout
+    # Whoever adopted it may not have asked yet how it ended: then it is a zombie.
+    assert not listed.strip() or listed.startswith("Z")
+
+
+def test_transitions_runs_without_torch_and_replays_what_it_recorded() -> None:
+    program = (
+        "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('examples/transitions.py', None, '__main__')"
+    )
+    ended = launch([sys.executable, "-c", program], limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    recorded, replayed = ended.output.removeprefix("recorded\n").split("\nreplayed\n")
+    hooks = [line for line in recorded.splitlines() if not line.startswith(" ")]
+    assert hooks == [line for line in replayed.splitlines() if not line.startswith(" ")]
+    assert "pre_forward 2\n    unshard 2" in recorded
+    assert "pre_forward 2\n    wait_unshard 2" in replayed
+
+
+def test_train_lm_trains_and_prints_its_table(text_file: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.txt"
+    options = ("--data", text_file, "--steps", "3", "--accumulate", "2", "--trace", str(trace))
+    ended = launch(torchrun(2, "examples/train_lm.py", *TINY, *options), limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    losses = re.findall(r"held-out loss (?:before|after) +(\d\.\d+) nats/byte", ended.output)
+    assert len(losses) == 2 and float(losses[1]) < float(losses[0]) < 6, ended.output
+    counts = {name: int(count) for name, count in re.findall(r"gathers ([a-z ]+?) +(\d+)", ended.output)}
+    assert counts["prefetched"] > 0 and counts["on demand"] > 0 and counts["wasted"] == 0
+    for row in ("steps", "tokens/s", "peak unsharded bytes"):
+        assert re.search(rf"^{row}.* [\d,]+$", ended.output, re.MULTILINE), row
+    for line in trace.read_text().splitlines():
+        assert re.match(r"\d+\.\d{6} .*\b[a-z]+(_[a-z]+)*\b", line), line
+
+
+def test_train_lm_outside_torchrun_says_the_command(text_file: str) -> None:
+    ended = launch([sys.executable, "examples/train_lm.py", "--data", text_file], limit_s=LIMIT_S)
+    assert ended.status == 1
+    assert "Traceback" not in ended.output
+    assert f"torchrun --nproc-per-node 2 examples/train_lm.py --data {text_file}" in ended.output
+
+
+def test_train_lm_names_missing_text() -> None:
+    ended = launch(torchrun(1, "examples/train_lm.py", "--data", "no/such/file"), limit_s=LIMIT_S)
+    assert ended.status == 1
+    assert "--data no/such/file: expected" in ended.output
+    assert 'train_lm.py", line' not in ended.output
+
+
+def test_train_lm_ends_on_ctrl_c(text_file: str) -> None:
+    command = torchrun(2, "examples/train_lm.py", *TINY, "--data", text_file, "--steps", "1000000")
+    ended = launch(command, limit_s=LIMIT_S, interrupt_at="loss ")
+    assert ended.status != 0
+    assert ended.seconds < 10
+    assert "(interrupted)" in ended.output
+    # torchrun prints the traceback of its own SignalException; the ranks print none.
+    assert 'train_lm.py", line' not in ended.output
+    assert ended.output.count("Traceback") <= 1
+
+
+def test_step_time_measures_every_contender(tmp_path: Path) -> None:
+    report = tmp_path / "step_time.json"
+    options = ("--passes", "1", "--steps", "2", "--warmup", "1", "--json", str(report))
+    ended = launch(torchrun(2, "-m", "examples.benchmarks.step_time", *TINY_GPT, *options), limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    measured = json.loads(report.read_text())
+    assert len(measured["contenders"]) == 4
+    for name, contender in measured["contenders"].items():
+        assert name in ended.output
+        assert contender["median_s"]["step"] > 0
+        assert contender["peak_unsharded_nbytes"] > 0
+    assert all(ratios["step"] > 0 for ratios in measured["ratios"].values())
+
+
+def test_host_cost_measures_units_and_transitions(tmp_path: Path) -> None:
+    report = tmp_path / "host_cost.json"
+    options = ("--units", "4", "--uses", "100", "--rounds", "2", "--json", str(report))
+    ended = launch([sys.executable, "-m", "examples.benchmarks.host_cost", *options], limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    measured = json.loads(report.read_text())
+    assert [cost["num_units"] for cost in measured["runtime"]] == [4]
+    assert [cost["mode"] for cost in measured["transitions"]] == ["recording", "replaying"]
+    assert all(cost["mean_us"] > 0 and cost["mean_lines"] > 0 for cost in measured["transitions"])
