@@ -28,6 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from tqdm import tqdm
 
 from functional_fsdp import (
     FullySharded,
+    GatherCounts,
     LogEntry,
     Metrics,
     PrefetchOrder,
@@ -132,6 +134,41 @@ class Interrupt:
     def _remember(self, _signum: int, _frame: object) -> None:
         self.seen = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class EffectLog:
+    """Writes each effect to the trace, and tallies those of training steps.
+
+    Attributes:
+        gathers: of the tallied steps, by what they were good for.
+        peak_unsharded_nbytes: in the tallied steps.
+    """
+
+    def __init__(self, trace: TextIO | None) -> None:
+        self.gathers = GatherCounts()
+        self.peak_unsharded_nbytes = 0
+        self._trace = trace
+        self._start_s = time.perf_counter()
+        self._entries: list[LogEntry] = []
+
+    def __call__(self, entry: LogEntry) -> None:
+        """Take an applied effect; its line has seconds, the number of the hook that asked for it, and what it is."""
+        self._entries.append(entry)
+        if self._trace is not None:
+            print(f"{entry.time_s - self._start_s:.6f} hook {entry.hook}: {entry.effect}", file=self._trace)
+
+    def forget(self) -> None:
+        """Leave out of the tally what came since the last one."""
+        self._entries.clear()
+
+    def tally(self) -> None:
+        """Add the step that has ended, so that a long run keeps no more than one step's entries."""
+        step, total = count_gathers(self._entries), self.gathers
+        self.gathers = GatherCounts(
+            total.prefetched + step.prefetched, total.on_demand + step.on_demand, total.wasted + step.wasted
+        )
+        self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, *(entry.nbytes for entry in self._entries))
+        self.forget()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -272,6 +309,7 @@ def train(
     batches: Iterator[list[Tensor]],
     arguments: argparse.Namespace,
     interrupt: Interrupt,
+    log: EffectLog,
     device: torch.device,
 ) -> tuple[TrainState, Progress]:
     """Take the steps, or as many as come before a Ctrl-C on any rank; return the state after the last one."""
@@ -281,6 +319,7 @@ def train(
         while num_steps < arguments.steps and not stop:
             microbatches = next(batches)
             state, metrics = step(state, microbatches if arguments.accumulate > 1 else microbatches[0])
+            log.tally()
             num_steps += 1
             # In the loss's own reduction: all ranks stop after the same step, whichever of them saw the signal.
             loss, stop = mean_over_ranks(device, metrics.loss, interrupt.seen)
@@ -291,39 +330,18 @@ def train(
     return state, Progress(num_steps, num_steps * tokens_per_step, time.perf_counter() - start_s, bool(stop))
 
 
-@contextlib.contextmanager
-def logged(fsdp: FullySharded, path: Path | None) -> Iterator[list[LogEntry]]:
-    """Keep each effect applied inside.
-
-    On rank 0 it is written to ``path`` too: seconds since the first one, the number of the hook that asked for it, and
-    its line.
-    """
-    entries: list[LogEntry] = []
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(path.open("w")) if path is not None and dist.get_rank() == 0 else None
-
-        def log(entry: LogEntry) -> None:
-            entries.append(entry)
-            if file is not None:
-                print(f"{entry.time_s - entries[0].time_s:.6f} hook {entry.hook}: {entry.effect}", file=file)
-
-        stack.enter_context(fsdp.observe(log))
-        yield entries
-
-
-def print_table(progress: Progress, entries: Sequence[LogEntry], before: float, after: float | None) -> None:
-    """Print what was reached and what the collectives' own log says of the training steps."""
-    gathers = count_gathers(entries)
+def print_table(progress: Progress, log: EffectLog, before: float, after: float | None) -> None:
+    """Print what was reached, and what the log of effects says of the training steps."""
     rows = {
         "held-out loss before": f"{before:.3f} nats/byte",
         "held-out loss after": "not measured" if after is None else f"{after:.3f} nats/byte",
         "steps": f"{progress.num_steps:,}" + (" (interrupted)" if progress.interrupted else ""),
         "training time": f"{progress.elapsed_s:.1f} s",
         "tokens/s, all ranks": f"{progress.num_tokens / progress.elapsed_s:,.0f}",
-        "gathers prefetched": f"{gathers.prefetched:,}",
-        "gathers on demand": f"{gathers.on_demand:,}",
-        "gathers wasted": f"{gathers.wasted:,}",
-        "peak unsharded bytes": f"{max((entry.nbytes for entry in entries), default=0):,}",
+        "gathers prefetched": f"{log.gathers.prefetched:,}",
+        "gathers on demand": f"{log.gathers.on_demand:,}",
+        "gathers wasted": f"{log.gathers.wasted:,}",
+        "peak unsharded bytes": f"{log.peak_unsharded_nbytes:,}",
     }
     for name, value in rows.items():
         print(f"{name:<22}{value:>20}")
@@ -349,14 +367,17 @@ def main() -> int:
     state = fsdp.init(optimizer)
     step = make_train_step(fsdp, loss_fn, optimizer, key="train", accumulate=arguments.accumulate)
     held_out = held_out_batches(text.held_out, arguments, device)
-    with logged(fsdp, arguments.trace) as entries:
+    with contextlib.ExitStack() as stack:
+        wants_trace = arguments.trace is not None and dist.get_rank() == 0
+        log = EffectLog(stack.enter_context(arguments.trace.open("w")) if wants_trace else None)
+        stack.enter_context(fsdp.observe(log))
         before = evaluate(fsdp, state, loss_fn, held_out, device)
-        num_entries_before = len(entries)
-        state, progress = train(step, state, make_batches(text.train, arguments, device), arguments, interrupt, device)
-        training = entries[num_entries_before:]
+        log.forget()
+        batches = make_batches(text.train, arguments, device)
+        state, progress = train(step, state, batches, arguments, interrupt, log, device)
         after = None if progress.interrupted else evaluate(fsdp, state, loss_fn, held_out, device)
     if dist.get_rank() == 0:
-        print_table(progress, training, before, after)
+        print_table(progress, log, before, after)
     # torchrun ends the other ranks once one has left with a status; the table comes first.
     dist.barrier()
     dist.destroy_process_group()
