@@ -1,61 +1,55 @@
 """Closing an order, and what a key learns from it."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from functional_fsdp.core.effects import Effect, Report
-from functional_fsdp.core.order import commit_order
-from functional_fsdp.core.spec import ModelSpec
-from functional_fsdp.core.state import Replay, Running, StoredOrder, Window
-from functional_fsdp.core.walks import MAX_DIVERGENCES, report_divergence
+from functional_fsdp.core.draft import Draft
+from functional_fsdp.core.effects import Report
+from functional_fsdp.core.order import CommittedOrder, commit_order
+from functional_fsdp.core.residency import release
+from functional_fsdp.core.state import StoredOrder
+from functional_fsdp.core.walks import report_divergence
+
+MAX_DIVERGENCES = 3
+"""Iterations in a row that may leave their order before the key stays on demand."""
 
 
-def close_order(spec: ModelSpec, running: Running, effects: list[Effect]) -> Window:
-    """Close the iteration's order and decide what its key stores.
+def close_order(draft: Draft) -> None:
+    """Close the iteration's order, decide what its key stores, and let go of what was gathered for later.
 
-    An iteration without any use is no run of the schedule (evaluation only): it changes nothing.
-    An unfinished replay is incomplete: reported, and what was validated is stored.
+    An iteration without any use is no run of the schedule (evaluation only): it changes nothing. An unfinished replay
+    is incomplete: reported, and what was validated is stored. A finished one ends a row of divergences.
 
     Raises:
         DivergenceError: a replay is incomplete and the policy says to raise.
     """
-    window, walk, recording = running.window, running.walk, running.recording
-    outcome = None
-    if isinstance(walk, Replay):
-        window, outcome = _close_replay(spec, window, walk, effects)
-    elif recording is not None and len(recording):
-        committed = commit_order(recording, spec.numels, window.peak_open_nbytes)
-        outcome = StoredOrder(window.key, committed, window.num_divergences)
-    if outcome is not None and outcome.num_divergences >= MAX_DIVERGENCES:
-        effects.append(
+    key, outcome, learned = draft.window.key, None, _learn(draft)
+    num_divergences = draft.window.num_divergences
+    if learned is not None:
+        outcome = StoredOrder(key, learned, num_divergences)
+    elif len(draft.walks) == 1 and draft.walks[0].execution_cursor and num_divergences:
+        outcome = StoredOrder(key, draft.walks[0].execution_order)
+    if learned is not None and num_divergences >= MAX_DIVERGENCES:
+        outcome = StoredOrder(key, None, num_divergences)
+        draft.effects.append(
             Report(
-                f"key {window.key!r}: {MAX_DIVERGENCES} iterations in a row left their order; it "
-                "stays on demand from now on. Give each schedule a key of its own, or begin with "
-                "rerecord=True."
+                f"key {key!r}: {MAX_DIVERGENCES} iterations in a row left their order; it stays on demand from now on. "
+                "Give each schedule a key of its own, or begin with rerecord=True."
             )
         )
-        outcome = StoredOrder(window.key, None, outcome.num_divergences)
-    return Window(window.key, window.depth, window.num_divergences, window.peak_open_nbytes, True, outcome)
+    draft.window = replace(draft.window, closed=True, outcome=outcome)
+    draft.walks, draft.recording = (), None
+    release(draft)
 
 
-def _close_replay(
-    spec: ModelSpec, window: Window, walk: Replay, effects: list[Effect]
-) -> tuple[Window, StoredOrder | None]:
-    committed, position = walk.committed, walk.cursor.execution_cursor
-    if position == 0:
-        return window, None
-    if position == len(committed.order):
-        complete = StoredOrder(window.key, committed, 0)
-        return window, complete if window.num_divergences else None
-    window = report_divergence(spec, window, walk, "got its end (incomplete)", effects)
-    validated = committed.order.items[:position]
-    incomplete = commit_order(validated, spec.numels, committed.min_nbytes)
-    return window, StoredOrder(window.key, incomplete, window.num_divergences)
-
-
-def store(orders: tuple[StoredOrder, ...], outcome: StoredOrder | None) -> tuple[StoredOrder, ...]:
-    """Return the orders with ``outcome`` in the place of its key's, or at the end."""
-    if outcome is None:
-        return orders
-    if any(stored.key == outcome.key for stored in orders):
-        return tuple(outcome if stored.key == outcome.key else stored for stored in orders)
-    return (*orders, outcome)
+def _learn(draft: Draft) -> CommittedOrder | None:
+    """Return the order of what happened if the key does not know it, None if it does or nothing happened."""
+    numels = draft.spec.numels
+    if draft.recording:
+        return commit_order(draft.recording, numels, draft.window.peak_open_nbytes)
+    if len(draft.walks) != 1 or not draft.walks[0].execution_cursor or draft.walks[0].next_item() is None:
+        return None
+    walk = draft.walks[0]
+    observed = "got the end of the iteration (incomplete)"
+    report_divergence(draft, walk, observed, "what came is kept, and replayed next.")
+    order = walk.execution_order
+    return commit_order(order.items[: walk.execution_cursor], numels, order.min_nbytes)

@@ -1,19 +1,13 @@
 """Effects: what the interpreter has to do, as frozen records in a closed union.
 
-The order contract
-------------------
-Effects are applied in list order. Two effects on one stream run in that order; across streams only
-a wait orders them. On one communicator collectives run in the order in which the host launches
-them. Gathers and reductions have a communicator each, so a late reduction delays no gather.
+Effects are applied in list order. Two effects on one stream run in that order; across streams only a wait orders them.
+On one communicator collectives run in the order in which the host launches them. Gathers and reductions have a
+communicator each, so a late reduction delays no gather.
 
-Within one hook: own gather, wait, install, then the gathers of lookahead, so that a demanded gather
-queues behind at most what was launched before. A release waits for every stream that used the
-unit. A staging slot is waited for before it is packed again.
-
-``str(effect)`` is one stable line: its place in a trace and in an error message.
+Within one hook: own gather, wait, install, then the gathers of lookahead, so that a demanded gather queues behind at
+most what was launched before. A release waits for every stream that used the unit. A staging slot is waited for before
+it is packed again. ``str(effect)`` is one stable line: its place in a trace and in an error message.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
@@ -36,94 +30,71 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderAfterUpdate(_Line):
-    """Gathers from here on start after all that the current stream has issued.
-
-    The optimizer wrote the shards on the current stream; without this a gather reads old weights.
-    """
+class _OfUnit(_Line):
+    unit: UnitId
 
 
 @dataclass(frozen=True, slots=True)
-class Unshard(_Line):
-    """Allocate the unit's full storage on the gather stream and launch its all-gather there.
+class OrderAfterUpdate(_Line):
+    """Start gathers from here on after all that the current stream has issued: the optimizer's writes of the shards."""
 
-    ``phase`` is what the weights are for, so that a storage format with different planes per phase
-    can gather only what the phase reads.
-    """
 
-    unit: UnitId
+@dataclass(frozen=True, slots=True)
+class Unshard(_OfUnit):
+    """Allocate the unit's full storage on the gather stream and launch its all-gather there; ``phase`` will read it."""
+
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
-class WaitUnshard(_Line):
+class WaitUnshard(_OfUnit):
     """Order the current stream after the unit's gather."""
 
-    unit: UnitId
-
 
 @dataclass(frozen=True, slots=True)
-class Install(_Line):
+class Install(_OfUnit):
     """Bind the modules' parameters to the unit's full storage."""
 
-    unit: UnitId
-
 
 @dataclass(frozen=True, slots=True)
-class Uninstall(_Line):
+class Uninstall(_OfUnit):
     """Bind the modules' parameters to their weightless placeholders."""
 
-    unit: UnitId
-
 
 @dataclass(frozen=True, slots=True)
-class Reshard(_Line):
+class Reshard(_OfUnit):
     """Free the unit's full storage on the gather stream, after every stream that used it."""
 
-    unit: UnitId
-
 
 @dataclass(frozen=True, slots=True)
-class PackGrads(_Line):
-    """Copy the unit's gradients into staging slot ``slot`` on the current stream and drop them.
+class PackGrads(_OfUnit):
+    """Copy the unit's gradients into a staging slot on the current stream and drop them; ``missing`` ones are zeros."""
 
-    ``missing`` are the indices of trainable parameters that got none: zeros take their place.
-    """
-
-    unit: UnitId
     slot: int
     missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceGrads(_Line):
-    """Launch the reduction of a packed slot into the unit's main gradient.
+class ReduceGrads(_OfUnit):
+    """Launch the reduction of a packed slot, averaged over the ranks, into the unit's main gradient.
 
-    It averages over the ranks. The unit's first reduction of an iteration writes the main
-    gradient, later ones (``accumulate``) add to it.
+    The unit's first reduction of an iteration writes it, later ones (``accumulate``) add to it.
     """
 
-    unit: UnitId
     slot: int
     accumulate: bool
 
 
 @dataclass(frozen=True, slots=True)
-class WaitReduce(_Line):
-    """Order the current stream after the slot's reduction.
+class WaitReduce(_OfUnit):
+    """Order the current stream after the slot's reduction; the slot may be packed again."""
 
-    Afterwards the slot may be packed again, and the unit's main gradient holds the result.
-    """
-
-    unit: UnitId
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroGrads(_Line):
+class ZeroGrads(_OfUnit):
     """Write zeros into the main gradient of a unit that no backward pass reached."""
-
-    unit: UnitId
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +108,11 @@ class Report(_Line):
 class Reset(_Line):
     """Wait for every outstanding handle, then drop every buffer, slot and partial gradient.
 
-    The one effect that speaks of the interpreter's own table. It is idempotent and safe after any
-    prefix of any effect list.
+    The one effect that speaks of the interpreter's own table; it is safe after any prefix of an effect list.
     """
 
 
-Effect: TypeAlias = (
-    OrderAfterUpdate
-    | Unshard
-    | WaitUnshard
-    | Install
-    | Uninstall
-    | Reshard
-    | PackGrads
-    | ReduceGrads
-    | WaitReduce
-    | ZeroGrads
-    | Report
-    | Reset
-)
+_Unit: TypeAlias = Unshard | WaitUnshard | Install | Uninstall | Reshard
+_Grads: TypeAlias = PackGrads | ReduceGrads | WaitReduce | ZeroGrads
+Effect: TypeAlias = OrderAfterUpdate | _Unit | _Grads | Report | Reset
+"""Everything that a hook can ask for."""

@@ -1,9 +1,9 @@
-"""Errors of the package. Each message says where, what was expected, what came, and what to do.
+"""Errors for misuse at run time. Configuration errors are ``ValueError``; all have the words of ``unexpected``."""
 
-Configuration errors are plain ``ValueError``; these are for misuse at run time.
-"""
 
-from __future__ import annotations
+def unexpected(where: str, expected: str, got: str, instead: str) -> str:
+    """Return a message: where, what was expected, what came, and what to do."""
+    return f"{where}: expected {expected}, got {got}; {instead}."
 
 
 class FsdpError(RuntimeError):

@@ -1,46 +1,57 @@
 """Gradients: when a unit's are complete, and the life of a reduction.
 
-A unit's gradients are complete when every forward use that will have a backward has closed it. That
-is decided by uses, so it is equal on all ranks whichever parameters got a gradient.
+A unit's gradients are complete when every forward use that will have a backward has closed it. That is decided by uses,
+so it is equal on all ranks whichever parameters got a gradient.
 """
 
-from __future__ import annotations
-
-from functional_fsdp.core.effects import Effect, PackGrads, ReduceGrads, WaitReduce, ZeroGrads
+from functional_fsdp.core.draft import Draft
+from functional_fsdp.core.effects import PackGrads, ReduceGrads, WaitReduce, ZeroGrads
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec
-from functional_fsdp.core.state import Counts, Grads, Reduction
+from functional_fsdp.core.state import Counts, Grads
 
 
-def reduce_grads(spec: ModelSpec, grads: Grads, unit: UnitId, missing: tuple[int, ...], effects: list[Effect]) -> Grads:
-    """Pack and reduce the unit's gradients, in the staging slot whose turn it is.
+def expect_backward(draft: Draft, unit: UnitId, change: int) -> None:
+    """Note that ``change`` more forward uses of the unit wait for their backward."""
+    grads = draft.grads
+    draft.grads = Grads(grads.pending.add(unit, change), grads.started, grads.reducing, grads.reduced)
 
-    Slots are taken in turn, so the slot to use is that of the oldest reduction when all are taken.
+
+def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
+    """Note that a backward use opens beside ``num_open`` others of the unit.
+
+    A second pass through one graph, and a backward whose forward ran without grad mode (reentrant checkpointing), have
+    no forward use that waits for them: the use counts as one of its own.
     """
-    reducing = grads.reducing
+    grads = draft.grads
+    is_own = grads.pending.of(unit) <= num_open
+    if is_own or not grads.started:
+        pending = grads.pending.add(unit, 1) if is_own else grads.pending
+        draft.grads = Grads(pending, True, grads.reducing, grads.reduced)
+
+
+def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
+    """Pack and reduce the unit's gradients in the next staging slot; when all are taken it is the oldest's."""
+    grads, reducing = draft.grads, draft.grads.reducing
     slot = (reducing[-1].slot + 1) % NUM_STAGING_SLOTS if reducing else 0
     if len(reducing) == NUM_STAGING_SLOTS:
-        effects.append(WaitReduce(*reducing[0]))
+        draft.effects.append(WaitReduce(reducing[0].unit, slot))
         reducing = reducing[1:]
-    effects.append(PackGrads(unit, slot, missing))
-    effects.append(ReduceGrads(unit, slot, bool(grads.reduced >> unit & 1)))
-    return Grads(grads.pending, grads.started, (*reducing, Reduction(unit, slot)), grads.reduced | 1 << unit)
+    reduction = ReduceGrads(unit, slot, bool(grads.reduced >> unit & 1))
+    draft.effects += PackGrads(unit, slot, missing), reduction
+    draft.grads = Grads(grads.pending, True, (*reducing, reduction), grads.reduced | 1 << unit)
 
 
 def outstanding_grads(spec: ModelSpec, grads: Grads) -> tuple[UnitId, ...]:
     """Return the trainable units with a forward use that waits for its backward, ascending."""
-    zeros = Counts.zeros(len(spec.units))
-    if grads.pending == zeros:
-        return ()
-    return tuple(unit for unit in grads.pending.non_zero() if spec.units[unit].trains)
+    return tuple(unit for unit in grads.pending.non_zero() if spec.trainable >> unit & 1)
 
 
-def finish_grads(spec: ModelSpec, grads: Grads, effects: list[Effect]) -> Grads:
+def finish_grads(draft: Draft) -> None:
     """Wait for every reduction, and give zeros to trainable units that no backward reached."""
-    effects.extend(WaitReduce(unit, slot) for unit, slot in grads.reducing)
-    unreached = spec.trainable & ~grads.reduced
-    while unreached:
-        lowest = unreached & -unreached
-        effects.append(ZeroGrads(UnitId(lowest.bit_length() - 1)))
-        unreached ^= lowest
-    return Grads(Counts.zeros(len(spec.units)), grads.started, (), spec.trainable)
+    grads, trainable = draft.grads, draft.spec.trainable
+    draft.effects += (WaitReduce(reduction.unit, reduction.slot) for reduction in grads.reducing)
+    unreached = trainable & ~grads.reduced
+    units = map(UnitId, range(unreached.bit_length()))
+    draft.effects += (ZeroGrads(unit) for unit in units if unreached >> unit & 1)
+    draft.grads = Grads(Counts(), grads.started, (), trainable)

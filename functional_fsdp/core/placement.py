@@ -1,9 +1,4 @@
-"""Where each kind of tensor lives along one data-parallel mesh axis.
-
-The collectives follow from the placements; no strategy has a branch of its own.
-"""
-
-from __future__ import annotations
+"""Where each kind of tensor lives along a data-parallel mesh axis; the collectives follow from it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,21 +6,14 @@ from typing import TypeAlias
 
 
 class Placement(Enum):
-    """How one tensor is laid over the ranks of an axis."""
+    """How one tensor is laid over the ranks of an axis: SHARD is an equal, contiguous range of elements each."""
 
     SHARD = "shard"
-    """Each rank holds an equal, contiguous range of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisPlacement:
-    """Placements along one mesh axis.
-
-    Attributes:
-        params: of the main weights between uses.
-        grads: of the reduced gradients.
-        optimizer_state: of the optimizer's tensors.
-    """
+    """Placements along one mesh axis: of the main weights, the reduced gradients, the optimizer's tensors."""
 
     params: Placement
     grads: Placement
@@ -37,9 +25,5 @@ Placements: TypeAlias = tuple[AxisPlacement, ...]
 
 
 def zero3() -> Placements:
-    """Shard parameters, gradients and optimizer state over one axis.
-
-    Source: ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", 2020).
-    """
+    """Shard parameters, gradients and optimizer state over one axis (ZeRO stage 3, Rajbhandari et al. 2020)."""
     return (AxisPlacement(Placement.SHARD, Placement.SHARD, Placement.SHARD),)

@@ -1,42 +1,36 @@
 """What to prefetch and how much may be live: set once, never changed by a hook."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeAlias
 
+from functional_fsdp.core.errors import unexpected
 from functional_fsdp.core.ids import Phase
 
 OnDivergence: TypeAlias = Literal["continue", "raise"]
 
 
 class PrefetchOrder(Enum):
-    """Which order lookahead follows."""
+    """Which order lookahead follows.
+
+    REGISTRATION is the depth-first order of units in forward, and with children reversed in backward; nothing is
+    recorded. Under RECORDED a key's first successful iteration records its uses; later ones replay them.
+    """
 
     REGISTRATION = "registration"
-    """Depth-first order of units in forward, children reversed in backward; nothing is recorded."""
     RECORDED = "recorded"
-    """A key's first successful iteration records its uses; later ones replay them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPolicy:
-    """How far ahead to gather.
+    """How far ahead to gather; a negative budget or an unknown choice is a ``ValueError``.
 
-    A budget of elements bounds the successors of a use: they are taken while the sum of their
-    elements so far is below it, so that the first is always taken and the last may overshoot. A
-    resident successor counts like any other. ``None`` takes one successor, 0 takes none.
+    A budget of elements bounds the successors of a use: they are taken while the sum of their elements so far is below
+    it, so that the first is always taken and the last may overshoot. A resident successor counts like any other.
+    ``None`` takes one successor, 0 takes none.
 
-    Attributes:
-        order: which order lookahead follows.
-        forward_numel: budget of a FORWARD use, in elements.
-        backward_numel: budget of a BACKWARD or RECOMPUTE use, in elements.
-        max_unsharded_nbytes: bound on all live unsharded storage, what is demanded included.
-        on_divergence: report a replay that leaves its order and go on, or raise.
-
-    Raises:
-        ValueError: a budget is negative, or ``on_divergence`` is neither of its two values.
+    ``backward_numel`` holds for RECOMPUTE uses too. ``max_unsharded_nbytes`` bounds all live unsharded storage, what is
+    demanded included. ``on_divergence``: whether a replay that leaves its order is reported and goes on, or raises.
     """
 
     order: PrefetchOrder = PrefetchOrder.REGISTRATION
@@ -46,33 +40,19 @@ class PrefetchPolicy:
     on_divergence: OnDivergence = "continue"
 
     def __post_init__(self) -> None:
+        where, instead = "PrefetchPolicy.order", "pass PrefetchOrder.REGISTRATION or PrefetchOrder.RECORDED"
         if not isinstance(self.order, PrefetchOrder):
-            raise ValueError(
-                f"PrefetchPolicy.order: expected a PrefetchOrder, got {self.order!r}; "
-                "pass PrefetchOrder.REGISTRATION or PrefetchOrder.RECORDED."
-            )
+            raise ValueError(unexpected(where, "a PrefetchOrder", repr(self.order), instead))
         for name in ("forward_numel", "backward_numel", "max_unsharded_nbytes"):
-            _check_budget(name, getattr(self, name))
+            where, value = f"PrefetchPolicy.{name}", getattr(self, name)
+            instead = "0 takes no successor, None means one successor (or no bound on bytes)"
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(unexpected(where, "None or an int of at least 0", repr(value), instead))
+        where, instead = "PrefetchPolicy.on_divergence", "choose whether to report a divergence or to raise"
         if self.on_divergence not in ("continue", "raise"):
-            raise ValueError(
-                f"PrefetchPolicy.on_divergence: expected 'continue' or 'raise', got {self.on_divergence!r}."
-            )
+            raise ValueError(unexpected(where, "'continue' or 'raise'", repr(self.on_divergence), instead))
 
     def budget(self, phase: Phase) -> int:
-        """Return the element budget of a use of ``phase``.
-
-        One successor is the budget of one element: the first successor is taken while the sum is
-        0, the next is not, since every unit with weights has at least one element.
-        """
+        """Return the element budget of a use; one successor is one element, since a unit with weights has one."""
         numel = self.forward_numel if phase is Phase.FORWARD else self.backward_numel
         return 1 if numel is None else numel
-
-
-def _check_budget(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"PrefetchPolicy.{name}: expected None or an int of at least 0, got {value!r}; "
-            "0 takes no successor, None means one successor (or no bound on bytes)."
-        )

@@ -1,7 +1,5 @@
 """Printing: one stable line per effect, and a trace of hooks with an arrow at a failing step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,12 +8,7 @@ from functional_fsdp.core.spec import ModelSpec
 
 
 class Step(NamedTuple):
-    """One hook of a trace.
-
-    Attributes:
-        hook: what was called, e.g. ``"pre_forward 0"``.
-        effects: what it asked for.
-    """
+    """One hook of a trace: what was called, e.g. ``"pre_forward 0"``, and what it asked for."""
 
     hook: str
     effects: tuple[Effect, ...]
@@ -31,9 +24,7 @@ def render_effect(spec: ModelSpec, effect: Effect) -> str:
 def render_trace(spec: ModelSpec, steps: Iterable[Step], *, failed: int | None = None, why: str = "") -> str:
     """Return the trace as text: a line per hook, and its effects indented below.
 
-    Args:
-        steps: in order.
-        failed: index of the step to mark with an arrow, followed by ``why``.
+    The step at index ``failed`` is marked with an arrow and followed by ``why``.
     """
     lines: list[str] = []
     for index, step in enumerate(steps):
