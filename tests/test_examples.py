@@ -73,7 +73,7 @@ def test_train_lm_outside_torchrun_says_the_command(text_file: str) -> None:
 def test_train_lm_names_missing_text() -> None:
     ended = launch(torchrun(1, "examples/train_lm.py", "--data", "no/such/file"), limit_s=LIMIT_S)
     assert ended.status == 1
-    assert "--data no/such/file: expected" in ended.output
+    assert "--data no/such/file: expected a file or a folder, got neither; check the path" in ended.output
     assert 'train_lm.py", line' not in ended.output
 
 
