@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,17 @@ def test_launch_kills_what_does_not_end() -> None:
     with pytest.raises(AssertionError, match=r"expected an end within 2.0 s, got none") as caught:
         launch([sys.executable, "-c", child], limit_s=2.0)
     pid = str(caught.value).rsplit(maxsplit=1)[-1]
-    listed = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True, check=False).stdout
+    deadline_s = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    """Return whether there is such a process that has not been killed."""
+    stat = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True, check=False).stdout
     # Whoever adopted it may not have asked yet how it ended: then it is a zombie.
-    assert not listed.strip() or listed.startswith("Z")
+    return bool(stat.strip()) and not stat.startswith("Z")
 
 
 def test_transitions_runs_without_torch_and_replays_what_it_recorded() -> None:
