@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import PrefetchPolicy
 from functional_fsdp.core.effects import PackGrads
+from functional_fsdp.core.ids import Phase
 from tests.runtime.models import DIM, Block, Scenario, call
-from tests.runtime.twins import Twins, on_demand, wasted
+from tests.runtime.twins import Twins, gathers, on_demand, wasted
 
 PLACES = ("around", "inside", "both", "pairs", "whole")
 
@@ -85,7 +86,7 @@ class Checkpointed(nn.Module):
 def checkpointed(
     rank: int, world_size: int, policy: PrefetchPolicy, place: str, reentrant: bool, early_stop: bool, nested: bool
 ) -> list[tuple[int, int]]:
-    """Train with checkpointing.
+    """Train with checkpointing; in backward nothing is gathered for a forward.
 
     Returns:
         For each step the gathers on demand and the wasted ones.
@@ -95,8 +96,20 @@ def checkpointed(
     twins = Twins(rank, world_size, Scenario(Checkpointed, units, kwargs=kwargs), policy)
     counts = []
     for step in range(4):
-        entries = twins.train_logged(step)
+        expected = twins.expect((step,))
+        with twins.log() as entries:
+            with twins.fsdp.iteration(twins.state, key="train") as it:
+                loss = twins.scenario.loss(twins.model, twins.batch(step))
+                turn = len(entries)
+                torch.autograd.backward(loss)
+                end = len(entries)
+                grads = it.finish_grad_sync()
+        twins.settle(f"step {step}", expected, loss, grads, it.state)
         counts.append((on_demand(entries), wasted(entries)))
+        for_forward = [unit for unit, phase in gathers(entries[turn:]) if phase is Phase.FORWARD]
+        assert for_forward == [], f"gathered for a forward inside backward: {for_forward}"
+        late = [str(entry.effect) for entry in entries[end:] if isinstance(entry.effect, PackGrads)]
+        assert late == [], f"gradients that were complete in backward waited for its end: {late}"
         packed = [effect.unit for effect in (entry.effect for entry in entries) if isinstance(effect, PackGrads)]
         assert len(packed) == len(set(packed)), f"a gradient was reduced twice: {packed}"
     return counts

@@ -112,6 +112,11 @@ def models_differ(rank: int, world_size: int, how: str) -> Error:
             model.get_submodule("c").requires_grad_(False)
         elif how == "units":
             units = (Block, nn.LayerNorm)
+        elif how == "weights":
+            model = make(Paths, seed=8)
+        elif how == "one weight":
+            with torch.no_grad():
+                model.get_parameter("c.down.bias")[3] += 1e-3
         elif how == "order":
             # The same shapes under other names: equal collectives that would pair different weights.
             model = nn.ModuleDict({name: make(Block) for name in "ba"})

@@ -20,6 +20,7 @@ def test_checkpointing_equals_unsharded_training(
     worlds: Worlds, policy: PrefetchPolicy, place: str, reentrant: bool, nested: bool
 ) -> None:
     for counts in worlds(2).run(cases.checkpointed, policy, place, reentrant, True, nested):
+        assert {wasted for _, wasted in counts} == {0}, counts
         if policy is RECORDED:
             # A replay knows the recomputes: nothing is gathered late but the first unit, or in vain.
             assert counts[1:] == [(1, 0)] * 3, counts
