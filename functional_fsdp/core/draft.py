@@ -1,19 +1,24 @@
-"""A running state while one hook works out the next."""
+"""A running state while one hook works out the next, and which units stay in it.
+
+Passing an item with the prefetch cursor is a promise: until the item is used, its unit is neither released nor evicted.
+Prefetching and keeping are this one decision.
+"""
+
+from collections.abc import Iterable
+from math import inf
 
 from functional_fsdp.core.effects import Effect
-from functional_fsdp.core.errors import IterationError, unexpected
+from functional_fsdp.core.errors import ByteBudgetError, IterationError, unexpected
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.spec import ModelSpec
-from functional_fsdp.core.state import FsdpState, Running, Transition, UnitState
+from functional_fsdp.core.state import FsdpState, Residency, Running, Transition, UnitState
 
 
 class Draft:
     """The fields of a running state, open to change until the hook that made it returns ``transition()``.
 
-    It never leaves its hook, so a hook that raises has changed nothing.
-
-    Alternatives considered: passing ``(running, live, effects)`` to each function and back makes a record for each
-    change, and is longer and slower.
+    It never leaves its hook, so a hook that raises has changed nothing. Alternatives considered: passing the fields to
+    each function and back makes a record for each change, and is longer and slower.
     """
 
     __slots__ = ("effects", "grads", "live", "orders", "recording", "spec", "walks", "window")
@@ -42,7 +47,104 @@ class Draft:
         """Put another state, or none, in the place of the one at ``index``."""
         self.live = (*self.live[:index], *unit_states, *self.live[index + 1 :])
 
+    def nbytes(self, live: Iterable[UnitState]) -> int:
+        """Return the bytes of the full storage of some units."""
+        return sum(self.spec.units[unit_state.unit].nbytes for unit_state in live)
+
+    def open_nbytes(self) -> int:
+        """Return the bytes of all units with an open use."""
+        return self.nbytes(unit_state for unit_state in self.live if unit_state.is_open)
+
     def transition(self) -> Transition:
         """Return the next state and the effects."""
         running = Running(self.window, self.walks, self.recording, self.grads)
         return Transition(FsdpState(self.orders, self.live, running), tuple(self.effects))
+
+
+def is_promised(draft: Draft, unit: UnitId) -> bool:
+    """Return whether lookahead has passed a use of the unit that has not come yet."""
+    for is_backward, walk in enumerate(draft.walks):
+        if walk.next_position(unit) < walk.prefetch_cursor:
+            # The backward walk of REGISTRATION passes over units that wait for no backward: that is no promise.
+            return not is_backward or draft.grads.pending.of(unit) > 0
+    return False
+
+
+def let_go(draft: Draft, unit_state: UnitState) -> None:
+    """Free a unit with no open use; a gather in flight is waited for first."""
+    unit = unit_state.unit
+    if draft.spec.numels[unit]:
+        if unit_state.residency is Residency.GATHERING:
+            draft.effects.append(draft.spec.wait_unshard[unit])
+        draft.effects.append(draft.spec.reshard[unit])
+    draft.put(draft.index(unit))
+
+
+def release(draft: Draft, keep: UnitId | None = None) -> None:
+    """Let go of every unit that is neither open nor promised, but ``keep``."""
+    for unit_state in draft.live:
+        if not (unit_state.is_open or unit_state.unit == keep or is_promised(draft, unit_state.unit)):
+            let_go(draft, unit_state)
+
+
+def prefetch(draft: Draft, unit: UnitId, column: int) -> bool:
+    """Make the unit resident or in flight for a later use, and return whether there was room for it."""
+    if draft.spec.numels[unit] and draft.index(unit) < 0:
+        if not _evict(draft, unit):
+            return False
+        gather(draft, unit, column)
+    return True
+
+
+def gather(draft: Draft, unit: UnitId, column: int) -> None:
+    """Launch the gather of a resting unit, which becomes the last live one; ``column`` is the phase's."""
+    if draft.spec.numels[unit]:
+        draft.effects.append(draft.spec.unshard[column][unit])
+    draft.live = (*draft.live, UnitState(unit, Residency.GATHERING))
+
+
+def make_room(draft: Draft, unit: UnitId) -> None:
+    """Make room for a demanded unit that is not live, or raise ``ByteBudgetError``: it and the open ones do not fit.
+
+    What goes first is neither open nor promised. If that is not enough, the demand is one that the walk did not foresee
+    (evaluation, or a use out of registration order), and promises are withdrawn from the furthest on; a strict replay
+    never comes here with a promise outstanding.
+    """
+    spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
+    needed = draft.open_nbytes() + spec.units[unit].nbytes
+    if budget is not None and needed > budget:
+        where, expected = f"open_use({spec.name(unit)})", f"the open units to fit max_unsharded_nbytes={budget}"
+        got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in draft.live if u.is_open)} open"
+        raise ByteBudgetError(unexpected(where, expected, got, f"raise the budget to at least {needed}"))
+    while not _evict(draft, unit):
+        held = (u.unit for u in draft.live if not u.is_open and is_promised(draft, u.unit))
+        furthest = max(held, key=lambda u: _distance(draft, u))
+        draft.walks = tuple(
+            walk.prefetched_to(min(walk.prefetch_cursor, walk.next_position(furthest))) for walk in draft.walks
+        )
+
+
+def _evict(draft: Draft, unit: UnitId) -> bool:
+    """Free what is neither open nor promised, furthest next use first, until ``unit`` fits; nothing if it cannot."""
+    spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
+    if budget is None:
+        return True
+    excess = draft.nbytes(draft.live) + spec.units[unit].nbytes - budget
+    idle = [u for u in draft.live if not u.is_open and not is_promised(draft, u.unit)]
+    if draft.nbytes(idle) < excess:
+        return False
+    idle.sort(key=lambda u: _distance(draft, u.unit))
+    while excess > 0:
+        excess -= spec.units[idle[-1].unit].nbytes
+        let_go(draft, idle.pop())
+    return True
+
+
+def _distance(draft: Draft, unit: UnitId) -> float:
+    """Return how many items lie before the unit's next use, infinity if none comes."""
+    distances = (
+        walk.next_position(unit) - walk.execution_cursor
+        for walk in draft.walks
+        if walk.next_position(unit) < len(walk.execution_order)
+    )
+    return min(distances, default=inf)

@@ -20,8 +20,7 @@ def expect_backward(draft: Draft, unit: UnitId, change: int) -> None:
 def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
     """Note that a backward use opens beside ``num_open`` others of the unit.
 
-    A second pass through one graph, and a backward whose forward ran without grad mode (reentrant checkpointing), have
-    no forward use that waits for them: the use counts as one of its own.
+    One for which no forward use waits counts as its own: a second pass through one graph, or reentrant checkpointing.
     """
     grads = draft.grads
     is_own = grads.pending.of(unit) <= num_open

@@ -37,10 +37,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A mark where other communication happens.
+    """A mark where other communication happens; with ``host_sync`` the host itself waits there.
 
-    With ``host_sync`` the host itself waits there, so lookahead must not cross it: a speculative gather outstanding
-    at a host synchronisation adds an edge from one pipeline replica to another, and those edges can close a cycle.
+    Lookahead does not cross that: a gather outstanding at a host synchronisation adds an edge from one pipeline replica
+    to another, and those edges can close a cycle.
     """
 
     name: str

@@ -1,38 +1,35 @@
-"""Hooks for the iteration: entering, marking, closing, leaving."""
+"""Hooks for the iteration: entering, marking, closing, leaving; and what a key learns from it."""
 
 from dataclasses import replace
 
-from functional_fsdp.core.commit import close_order
-from functional_fsdp.core.draft import Draft
-from functional_fsdp.core.effects import OrderAfterUpdate, Reset
+from functional_fsdp.core.draft import Draft, release
+from functional_fsdp.core.effects import OrderAfterUpdate, Report, Reset
 from functional_fsdp.core.errors import GradientError, HookOrderError, IterationError, unexpected
 from functional_fsdp.core.gradients import finish_grads, outstanding_grads
 from functional_fsdp.core.ids import Boundary, Item, Key, Phase, check_key
-from functional_fsdp.core.order import Recording, Walk
+from functional_fsdp.core.order import CommittedOrder, Recording, Walk, commit_order
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.spec import ModelSpec
-from functional_fsdp.core.state import FsdpState, Residency, Running, Transition, UnitState, Window
-from functional_fsdp.core.walks import follow
+from functional_fsdp.core.state import FsdpState, Residency, Running, StoredOrder, Transition, UnitState, Window
+from functional_fsdp.core.walks import follow, report_divergence
+
+MAX_DIVERGENCES = 3
+"""Iterations in a row that may leave their order before the key stays on demand."""
 
 
 def begin_iteration(spec: ModelSpec, state: FsdpState, key: Key | None, *, rerecord: bool = False) -> Transition:
-    """Enter an iteration; inside a running one, join it, for which ``key`` may be None.
-
-    With ``rerecord`` the key forgets what it has learned if this iteration succeeds.
+    """Enter an iteration, or join a running one; ``rerecord`` records anew, and keeps what was learned if that fails.
 
     Raises:
         IterationError: another key runs, or there is none to join and ``key`` is None.
         ValueError: ``key`` cannot name a schedule.
     """
     if isinstance(state.iteration, Running):
-        draft = Draft(spec, state, "begin_iteration")
-        window = draft.window
-        if key is not None and check_key(key) != window.key:
-            expected = f"the running iteration's key {window.key!r} or none, since a nested iteration joins the outer"
-            where = f"begin_iteration(key={key!r})"
-            raise IterationError(unexpected(where, expected, "another", "end that one first"))
-        draft.window = replace(window, depth=window.depth + 1)
-        return draft.transition()
+        running = state.iteration.window.key
+        if key is not None and check_key(key) != running:
+            where, expected = f"begin_iteration(key={key!r})", f"the running iteration's key {running!r} or none"
+            raise IterationError(unexpected(where, expected, "another", "end that iteration, or join it"))
+        return _deepen(Draft(spec, state, "begin_iteration"), 1)
     if key is None:
         expected, instead = "a key, since no iteration is running to join", 'name the schedule, e.g. key="train"'
         raise IterationError(unexpected("begin_iteration", expected, "None", instead))
@@ -49,9 +46,7 @@ def begin_iteration(spec: ModelSpec, state: FsdpState, key: Key | None, *, rerec
 
 
 def boundary(spec: ModelSpec, state: FsdpState, name: str, *, host_sync: bool = False) -> Transition:
-    """Mark a place where other communication happens; it is validated like a use.
-
-    With ``host_sync`` the host waits there, so gathers launched for a later use are waited for first.
+    """Mark a place where other communication happens, validated like a use; ``host_sync`` waits for all gathers first.
 
     Raises:
         DivergenceError: a replay leaves its order and the policy says to raise.
@@ -65,9 +60,7 @@ def boundary(spec: ModelSpec, state: FsdpState, name: str, *, host_sync: bool = 
 
 
 def finish_grad_sync(spec: ModelSpec, state: FsdpState) -> Transition:
-    """Close the order; afterwards every main gradient is complete on the current stream.
-
-    Uses that follow are on demand and not recorded. A second call does nothing.
+    """Close the order; afterwards every main gradient is complete on the current stream. A second call does nothing.
 
     Raises:
         HookOrderError: a use is open.
@@ -82,7 +75,7 @@ def finish_grad_sync(spec: ModelSpec, state: FsdpState) -> Transition:
         got, instead = f"those of {spec.name(unit)}", "call grads_complete for each of outstanding_grads"
         raise GradientError(unexpected("finish_grad_sync", "no outstanding gradients", got, instead))
     finish_grads(draft)
-    close_order(draft)
+    _close_order(draft)
     return draft.transition()
 
 
@@ -95,23 +88,18 @@ def end_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
         DivergenceError: uses of a replay are missing and the policy says to raise.
     """
     draft = Draft(spec, state, "end_iteration")
-    window = draft.window
-    if window.depth > 1:
-        draft.window = replace(window, depth=window.depth - 1)
-        return draft.transition()
+    if draft.window.depth > 1:
+        return _deepen(draft, -1)
     _check_nothing_open(draft, "end_iteration")
-    if not window.closed:
-        if draft.grads.started:
-            where, got = f"end_iteration(key={window.key!r})", "a backward without finish_grad_sync"
-            instead = "call it before the iteration ends"
-            raise GradientError(unexpected(where, "gradients to be synchronised", got, instead))
-        close_order(draft)
-    orders, outcome = state.orders, draft.window.outcome
+    if draft.grads.started and not draft.window.closed:
+        got, instead = "a backward without finish_grad_sync", "call it before the iteration ends"
+        raise GradientError(unexpected("end_iteration", "gradients to be synchronised", got, instead))
+    if not draft.window.closed:
+        _close_order(draft)
+    orders, outcome = {stored.key: stored for stored in state.orders}, draft.window.outcome
     if outcome is not None:
-        others = [stored.key == outcome.key for stored in orders]
-        place = others.index(True) if any(others) else len(orders)
-        orders = (*orders[:place], outcome, *orders[place + 1 :])
-    return Transition(FsdpState(orders), tuple(draft.effects))
+        orders[outcome.key] = outcome
+    return Transition(FsdpState(tuple(orders.values())), tuple(draft.effects))
 
 
 def abort_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
@@ -119,10 +107,45 @@ def abort_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
     return Transition(FsdpState(state.orders), (Reset(),))
 
 
+def _deepen(draft: Draft, change: int) -> Transition:
+    draft.window = replace(draft.window, depth=draft.window.depth + change)
+    return draft.transition()
+
+
 def _check_nothing_open(draft: Draft, hook: str) -> None:
     for unit_state in draft.live:
         for phase, count in zip(Phase, unit_state.open_uses):
             if count:
                 got = f"{phase.name} of {draft.spec.name(unit_state.unit)}"
-                instead = "call it after the forward or backward ends"
-                raise HookOrderError(unexpected(hook, "no open use", got, instead))
+                raise HookOrderError(unexpected(hook, "no open use", got, "call it after the forward or backward ends"))
+
+
+def _close_order(draft: Draft) -> None:
+    """Close the iteration's order, decide what its key stores, and let go of what was gathered for later.
+
+    An iteration without any use is no run of the schedule (evaluation only): it changes nothing. An unfinished replay
+    is incomplete: reported, and what was validated is stored. A finished one ends a row of divergences.
+    """
+    learned: CommittedOrder | None = None
+    if draft.recording:
+        learned = commit_order(draft.recording, draft.spec.numels, draft.window.peak_open_nbytes)
+    elif len(draft.walks) == 1 and draft.walks[0].execution_cursor:
+        walk = draft.walks[0]
+        learned, validated = walk.execution_order, walk.execution_order.items[: walk.execution_cursor]
+        if walk.next_item() is None:
+            draft.window = replace(draft.window, num_divergences=0)
+        else:
+            got, rest = "got the end of the iteration (incomplete)", "what came is kept, and replayed next."
+            report_divergence(draft, walk, got, rest)
+            learned = commit_order(validated, draft.spec.numels, learned.min_nbytes)
+    key, num_divergences, outcome = draft.window.key, draft.window.num_divergences, None
+    if learned is not None:
+        stays_on_demand = num_divergences >= MAX_DIVERGENCES
+        outcome = StoredOrder(key, None if stays_on_demand else learned, num_divergences)
+        if stays_on_demand:
+            message = f"key {key!r}: {num_divergences} iterations in a row left their order; it stays on demand from "
+            message += "now on. Give each schedule a key of its own, or begin with rerecord=True."
+            draft.effects.append(Report(message))
+    draft.window = replace(draft.window, closed=True, outcome=outcome)
+    draft.walks, draft.recording = (), None
+    release(draft)

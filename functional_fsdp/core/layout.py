@@ -6,8 +6,8 @@ collective moves a bucket and the result is read in place::
     bucket float32, 2 ranks:   | weight 0..6 | bias 6..9 | pad 9..16 |
                                  rank 0: 0..8   rank 1: 8..16
 
-Padding only aligns each rank's start; a parameter may cross ranks. Alternatives considered: sharding each parameter
-along its first dim (FSDP2) needs a copy after each gather and before each reduction.
+Padding only aligns each rank's start. Alternatives considered: sharding each parameter along its first dim (FSDP2)
+needs a copy after each gather and before each reduction.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ class ParamRange:
 class BucketLayout:
     """The flat storage that one collective moves: parameters of one dtype end to end, in the unit's order.
 
-    Each of ``num_ranks`` ranks holds ``shard_numel`` elements, padding included. They begin at ``shard_start`` in the
-    rank's flat shard named ``key``, which holds such slices of all units.
+    Each of ``num_ranks`` ranks holds ``shard_numel`` elements, padding included. They begin at ``shard_start`` in its
+    flat shard ``key`` (the dtype, and ``.frozen`` if nothing trains), which holds such slices of all units.
     """
 
     key: str
@@ -74,11 +74,6 @@ class BucketLayout:
         return self.shard_start + self.shard_numel
 
 
-def bucket_key(param: ParamSpec) -> str:
-    """Name the flat shard that holds ``param``: its dtype, and ``.frozen`` if it does not train."""
-    return param.dtype if param.trains else f"{param.dtype}.frozen"
-
-
 def lay_out(units: Sequence[Sequence[ParamSpec]], num_ranks: int) -> tuple[tuple[BucketLayout, ...], ...]:
     """Lay every unit's parameters out for ``num_ranks`` ranks, at least 1.
 
@@ -90,7 +85,7 @@ def lay_out(units: Sequence[Sequence[ParamSpec]], num_ranks: int) -> tuple[tuple
     for params in units:
         ranges: dict[str, list[ParamRange]] = {}
         for index, param in enumerate(params):
-            before = ranges.setdefault(bucket_key(param), [])
+            before = ranges.setdefault(param.dtype if param.trains else f"{param.dtype}.frozen", [])
             before.append(ParamRange(param, index, before[-1].stop if before else 0))
         buckets = []
         for key, laid in sorted(ranges.items()):

@@ -3,8 +3,6 @@
 Invariant: ``0 <= execution_cursor <= prefetch_cursor <= len(execution_order)``.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,11 +65,10 @@ class IterationOrder(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class CommittedOrder(ExecutionOrder[Item]):
-    """An order to replay: what lookahead asks of it is computed once, by ``commit_order``.
+    """An order to replay, with what lookahead asks of it; made by ``commit_order``.
 
-    ``min_nbytes`` is the smallest byte budget that holds the largest set of units open together. ``positions`` are the
-    ascending positions of each unit's uses. ``numel_before`` has for each position, and for the end, the elements of
-    all uses before it; a boundary counts zero.
+    ``min_nbytes`` is the smallest byte budget that holds the largest set of units open together, ``positions`` has each
+    unit's uses ascending, ``numel_before`` the elements of all uses before each position and before the end.
     """
 
     min_nbytes: int = 0
@@ -123,7 +120,7 @@ class Recording(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self.blocks)
 
-    def append(self, item: T) -> Recording[T]:
+    def append(self, item: T) -> "Recording[T]":
         """Return the recording with ``item`` at its end."""
         blocks = self.blocks
         block: tuple[T, ...] = (item,)

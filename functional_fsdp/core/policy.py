@@ -11,11 +11,7 @@ OnDivergence: TypeAlias = Literal["continue", "raise"]
 
 
 class PrefetchOrder(Enum):
-    """Which order lookahead follows.
-
-    REGISTRATION is the depth-first order of units in forward, and with children reversed in backward; nothing is
-    recorded. Under RECORDED a key's first successful iteration records its uses; later ones replay them.
-    """
+    """Which order lookahead follows: that of the modules, or what a key's first successful iteration recorded."""
 
     REGISTRATION = "registration"
     RECORDED = "recorded"

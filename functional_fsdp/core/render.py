@@ -1,6 +1,6 @@
 """Printing: one stable line per effect, and a trace of hooks with an arrow at a failing step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from functional_fsdp.core.effects import Effect, OrderAfterUpdate, Report, Reset
@@ -32,8 +32,3 @@ def render_trace(spec: ModelSpec, steps: Iterable[Step], *, failed: int | None =
         lines.append(f"{arrow}{step.hook}" + (f"   <- {why}" if index == failed and why else ""))
         lines.extend(f"{arrow and '   '}    {render_effect(spec, effect)}" for effect in step.effects)
     return "\n".join(lines)
-
-
-def render_order(spec: ModelSpec, items: Sequence[object]) -> str:
-    """Return an order as text, one item per line with its position."""
-    return "\n".join(f"{position:4d} {item}" for position, item in enumerate(items))

@@ -68,8 +68,7 @@ def model_spec(units: Sequence[UnitSpec], policy: PrefetchPolicy = PrefetchPolic
     """Check the units, which come depth-first, each after its parent, and make all tables.
 
     Raises:
-        ValueError: there is no unit, a parent does not come before its child, a size is negative, a unit has bytes and
-            no elements, or the byte budget is below one unit.
+        ValueError: there is no unit, a parent comes after its child, or a size is wrong or above the budget.
     """
     units = tuple(units)
     if not units:
@@ -109,16 +108,12 @@ def _check_unit(where: str, index: int, unit: UnitSpec, budget: int | None) -> N
 
 
 def _children_reversed(units: Sequence[UnitSpec]) -> Iterator[UnitId]:
-    """Yield units depth-first, children last to first.
-
-    This is not the reverse of the forward walk: a root's output is the first to get a gradient, so the root's backward
-    opens first and closes last.
-    """
+    """Yield units depth-first, children last to first: a root's output is the first to get a gradient."""
     children: dict[UnitId | None, list[UnitId]] = {}
     for index, unit in enumerate(units):
         children.setdefault(unit.parent, []).append(UnitId(index))
-    stack = children.get(None, [])
     # A stack pops last to first, which is the reversal asked for; roots too.
+    stack = children.get(None, [])
     while stack:
         unit_id = stack.pop()
         yield unit_id

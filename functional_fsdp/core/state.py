@@ -1,15 +1,7 @@
 """The state that hooks pass on: frozen, hashable, complete when made; equal states are equal values.
 
-Invariants, checked by ``functional_fsdp.testing.invariants``:
-
-1. ``live`` holds each unit at most once, and only units that are not resting.
-2. A unit that is GATHERING has no open use.
-3. Between iterations nothing is live.
-4. At most ``NUM_STAGING_SLOTS`` reductions are in flight, each in a slot of its own.
-5. Live bytes do not exceed the byte budget.
+Its invariants are numbered in ``functional_fsdp.testing.invariants``, which checks them.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
@@ -54,7 +46,7 @@ class Counts:
         """Return the unit's count."""
         return self.bits >> WIDTH * unit & MAX_COUNT
 
-    def add(self, unit: UnitId, change: int) -> Counts:
+    def add(self, unit: UnitId, change: int) -> "Counts":
         """Return the counts with ``change`` added to the unit's, which stays between 0 and ``MAX_COUNT``."""
         return Counts(self.bits + (change << WIDTH * unit))
 

@@ -1,8 +1,6 @@
 """The hooks of a training step: one pure function each, ``(spec, state, ...) -> (state, effects)``.
 
 =================  ====================================================================
-hook               does, in this order
-=================  ====================================================================
 begin_iteration    chooses the walk; gathers are ordered after the optimizer's writes
 open_use           own gather, wait, install; *then* lookahead
 close_use          uninstall; release, unless another use is open or it is promised
@@ -15,15 +13,14 @@ abort_iteration    the state before the iteration; one effect, ``Reset``
 =================  ====================================================================
 
 No transition reads the world: what PyTorch knows ambiently comes as a keyword argument. One that raises has changed
-nothing. All but ``begin_iteration`` and ``abort_iteration`` raise ``IterationError`` when no iteration is running, and
-those of a unit ``HookOrderError`` if the model has no such unit.
+nothing. Hooks raise ``IterationError`` when no iteration is running, and ``HookOrderError`` for a unit that is none.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from functional_fsdp.core.draft import Draft
+from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room
 from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.errors import GradientError, HookOrderError, unexpected
 from functional_fsdp.core.gradients import expect_backward, reduce_grads, start_backward
@@ -33,7 +30,6 @@ from functional_fsdp.core.iteration import begin_iteration as begin_iteration
 from functional_fsdp.core.iteration import boundary as boundary
 from functional_fsdp.core.iteration import end_iteration as end_iteration
 from functional_fsdp.core.iteration import finish_grad_sync as finish_grad_sync
-from functional_fsdp.core.residency import gather, is_promised, let_go, make_room, open_nbytes
 from functional_fsdp.core.spec import ModelSpec, phase_index
 from functional_fsdp.core.state import FsdpState, Residency, Transition, UnitState
 from functional_fsdp.core.walks import follow, look_ahead
@@ -44,13 +40,9 @@ def open_use(
 ) -> Transition:
     """Open a use: afterwards the current stream may read the unit's weights.
 
-    While a use of the same phase is open this is one use of the order with it, and has no effect.
-
-    Args:
-        unit: whose weights compute will read.
-        phase: what for.
-        evaluating: gather on demand, move no cursor and record nothing.
-        outermost: this is the first BACKWARD use of a backward pass that runs inside no other.
+    While a use of the same phase is open, it is one with it in the order, and has no effect. ``evaluating`` gathers on
+    demand, moves no cursor and records nothing. ``outermost`` tells of a BACKWARD use that it is the first of a
+    backward pass that runs inside no other.
 
     Raises:
         GradientError: a BACKWARD use of a unit that trains comes after ``finish_grad_sync``.
@@ -76,8 +68,8 @@ def open_use(
     draft.put(index, _with_open(unit_state, column, 1))
     if not num_open and not evaluating:
         look_ahead(draft, phase)
-        if draft.recording is not None and open_nbytes(draft) > draft.window.peak_open_nbytes:
-            draft.window = replace(draft.window, peak_open_nbytes=open_nbytes(draft))
+        if draft.recording is not None and draft.open_nbytes() > draft.window.peak_open_nbytes:
+            draft.window = replace(draft.window, peak_open_nbytes=draft.open_nbytes())
     if phase is Phase.BACKWARD:
         _check_takes_grads(draft, "open_use", unit)
         start_backward(draft, unit, num_open)
@@ -165,10 +157,7 @@ def pre_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, outermost: 
 
 
 def post_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
-    """Close a BACKWARD use as ``close_use``, and reduce the unit's gradients if none is waited for any more.
-
-    ``missing`` are the indices of trainable parameters that have no gradient so far.
-    """
+    """Close a BACKWARD use; the last that the unit's gradients wait for reduces them, as ``grads_complete``."""
     draft = Draft(spec, state, "post_backward", unit)
     _close(draft, unit, Phase.BACKWARD)
     if spec.trainable >> unit & 1 and not draft.grads.pending.of(unit):
@@ -184,10 +173,7 @@ class StillOpen(NamedTuple):
 
 
 def backward_end(spec: ModelSpec, state: FsdpState, still_open: Iterable[StillOpen]) -> Transition:
-    """Close what a backward pass left open, as ``post_backward``: uses whose inputs wanted no gradient.
-
-    ``still_open`` has one entry for each open use that this backward pass opened.
-    """
+    """Close every use that a backward pass has left open, since its inputs wanted no gradient, as ``post_backward``."""
     effects: tuple[Effect, ...] = ()
     for unit, missing in still_open:
         state, more = post_backward(spec, state, unit, missing=missing)

@@ -1,29 +1,22 @@
 """Walks: validating each item of an iteration, recording it, and looking ahead.
 
-A use out of a strict order is a divergence: it is reported, unused gathers are released, the rest of the iteration is
-on demand, and what happened is recorded so that the next one replays at once.
+A use out of a strict order is a divergence: it is reported, unused gathers are released, and the rest of the iteration
+is on demand, and recorded so that the next one replays at once.
 """
 
 from dataclasses import replace
 from functools import reduce
 
-from functional_fsdp.core.draft import Draft
+from functional_fsdp.core.draft import Draft, prefetch, release
 from functional_fsdp.core.effects import Report
 from functional_fsdp.core.errors import DivergenceError
 from functional_fsdp.core.ids import Boundary, Item, Phase, Use
 from functional_fsdp.core.order import Recording, Walk
-from functional_fsdp.core.residency import is_promised, prefetch, release
 from functional_fsdp.core.spec import phase_index
 
 
 def follow(draft: Draft, item: Item, *, outermost: bool = False) -> None:
-    """Take ``item`` as the next thing that happens.
-
-    ``outermost`` tells of a BACKWARD use that it is the first of a backward pass that runs inside no other.
-
-    Raises:
-        DivergenceError: the item is not next and the policy says to raise.
-    """
+    """Take ``item`` as the next thing that happens, or raise ``DivergenceError`` if the policy says so."""
     walks = draft.walks
     if len(walks) == 1:
         if walks[0].next_item() == item:
@@ -88,11 +81,7 @@ def _diverge(draft: Draft, walk: Walk, item: Item) -> None:
 
 
 def report_divergence(draft: Draft, walk: Walk, observed: str, rest: str) -> None:
-    """Report that an iteration left its order, and count it.
-
-    Raises:
-        DivergenceError: the policy says to raise.
-    """
+    """Report that an iteration left its order and count it, or raise ``DivergenceError`` if the policy says so."""
     window, order, expected = draft.window, walk.execution_order, walk.next_item()
     message = (
         f"key {window.key!r}, position {walk.execution_cursor} of {len(order)}: expected "
