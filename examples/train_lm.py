@@ -175,10 +175,10 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options; their defaults are the run that the README describes."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, sharded over all ranks of torchrun.")
     parser.add_argument("--data", type=Path, help="a text file or a folder; default: the standard library's source")
-    parser.add_argument("--steps", type=positive, default=400)
+    parser.add_argument("--steps", type=positive, default=500)
     parser.add_argument("--batch", type=positive, default=12, help="sequences per rank and microbatch")
     parser.add_argument("--accumulate", type=positive, default=1, help="microbatches per step, each reduced")
-    parser.add_argument("--sequence", type=positive, default=128, help="bytes per sequence")
+    parser.add_argument("--sequence", type=positive, default=64, help="bytes per sequence")
     parser.add_argument("--dim", type=positive, default=128)
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--heads", type=positive, default=4)
