@@ -166,9 +166,7 @@ def exception_in_loss_function(rank: int, world_size: int, policy: PrefetchPolic
         twins.check_weights(f"step {step}")
 
 
-def fault_after_each_effect(
-    rank: int, world_size: int, policy: PrefetchPolicy, first: int, stride: int
-) -> int:
+def fault_after_each_effect(rank: int, world_size: int, policy: PrefetchPolicy, first: int, stride: int) -> int:
     """Interrupt a step after effect number `first`, `first + stride`, ...; train on after each.
 
     Returns:
@@ -201,13 +199,11 @@ def fault_after_each_effect(
     return len(entries)
 
 
-def failing_collective(
-    rank: int, world_size: int, policy: PrefetchPolicy, name: str, nth: int
-) -> str:
-    """Let the `nth` call of a collective raise on all ranks, then train on.
+def failing_call(rank: int, world_size: int, policy: PrefetchPolicy, name: str, nth: int) -> str:
+    """Let the `nth` call of a function of `_torch` raise on all ranks, then train on.
 
     Returns:
-        The text of what came out, "not called" if the collective is not used.
+        The text of what came out, "not called" if the function is not used.
     """
     twins = Twins(rank, world_size, PATHS, policy)
     twins.train(0)
@@ -253,9 +249,7 @@ class FailingSgd(torch.optim.SGD):
             raise Planted("in the update")
 
 
-def failing_update(
-    rank: int, world_size: int, update: str, by_hand: bool
-) -> tuple[str, dict[str, str]]:
+def failing_update(rank: int, world_size: int, update: str, by_hand: bool) -> tuple[str, dict[str, str]]:
     """Let an update fail in the middle.
 
     Returns:
@@ -287,9 +281,7 @@ def failing_update(
     twins.check_at_rest("after the failed update")
     afterwards = {}
     uses: dict[str, Callable[[], object]] = {
-        "full_tensors": lambda: check_bit_equal(
-            "old weights", twins.fsdp.full_tensors(state.params), weights
-        ),
+        "full_tensors": lambda: check_bit_equal("old weights", twins.fsdp.full_tensors(state.params), weights),
         "step": lambda: step_fn(state, twins.batch(0)),
     }
     for name, use in uses.items():

@@ -9,9 +9,7 @@ from tests.runtime import cases_faults as cases
 from tests.runtime.twins import RECORDED, REGISTRATION
 from tests.runtime.worlds import Worlds
 
-BOTH_ORDERS = pytest.mark.parametrize(
-    "policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"]
-)
+BOTH_ORDERS = pytest.mark.parametrize("policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"])
 PLACES = ["before a", "forward a", "forward c", "after b", "after d", "backward a", "backward d"]
 
 
@@ -37,13 +35,8 @@ def test_c1_interrupt_on_all_ranks(worlds: Worlds, policy: PrefetchPolicy) -> No
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize(
-    "where",
-    ["begin", "forward", "evaluate", "backward", "second forward", "finished"],
-)
-def test_c1_exception_in_the_body_of_an_iteration(
-    worlds: Worlds, policy: PrefetchPolicy, where: str
-) -> None:
+@pytest.mark.parametrize("where", ["begin", "forward", "evaluate", "backward", "second forward", "finished"])
+def test_c1_exception_in_the_body_of_an_iteration(worlds: Worlds, policy: PrefetchPolicy, where: str) -> None:
     worlds(2).run(cases.fault_by_hand, policy, where)
 
 
@@ -54,20 +47,16 @@ def test_c1_exception_in_the_loss_function(worlds: Worlds, policy: PrefetchPolic
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("first", range(4))
-def test_c13_interrupted_after_any_effect(
-    worlds: Worlds, policy: PrefetchPolicy, first: int
-) -> None:
+def test_c13_interrupted_after_any_effect(worlds: Worlds, policy: PrefetchPolicy, first: int) -> None:
     for num_effects in worlds(2).run(cases.fault_after_each_effect, policy, first, stride=4):
         assert num_effects > 20
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize("nth", [1, 3])
-@pytest.mark.parametrize("name", ["all_gather_base", "all_to_all_base"])
-def test_c13_a_collective_fails_to_launch(
-    worlds: Worlds, policy: PrefetchPolicy, name: str, nth: int
-) -> None:
-    for text in worlds(2).run(cases.failing_collective, policy, name, nth):
+@pytest.mark.parametrize("nth", [1, 3, 4])
+@pytest.mark.parametrize("name", ["all_gather_base", "all_to_all_base", "resize_storage"])
+def test_c13_a_launch_or_an_allocation_fails(worlds: Worlds, policy: PrefetchPolicy, name: str, nth: int) -> None:
+    for text in worlds(2).run(cases.failing_call, policy, name, nth):
         assert text == f"{name} call {nth}"
 
 
