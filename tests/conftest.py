@@ -8,9 +8,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that runs more than the suite's share of a large grid."""
     parser.addoption(
-        "--full-grid",
-        action="store_true",
-        help="run the whole product of settings, not only a pairwise cover",
+        "--full-grid", action="store_true", help="run the whole product of settings, not only a pairwise cover"
     )
 
 

@@ -109,12 +109,7 @@ def make_wrapper_subclass(cls: type[_TensorClass], like: Tensor, *, requires_gra
         requires_grad: what the C++ side (autograd's engine) is told.
     """
     return Tensor._make_wrapper_subclass(
-        cls,
-        like.size(),
-        strides=like.stride(),
-        dtype=like.dtype,
-        device=like.device,
-        requires_grad=requires_grad,
+        cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=requires_grad
     )
 
 
@@ -204,9 +199,7 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             param.grad = None
 
 
-def register_state_dict_hooks(
-    module: nn.Module, *, saving: Callable[..., None], loading: Callable[..., None]
-) -> None:
+def register_state_dict_hooks(module: nn.Module, *, saving: Callable[..., None], loading: Callable[..., None]) -> None:
     """Call ``saving(module, prefix, keep_vars)`` before a save of ``module``, ``loading(module, ...)`` before a load."""
     register_saving = cast("Callable[..., object]", module.register_state_dict_pre_hook)
     register_loading = cast("Callable[..., object]", module.register_load_state_dict_pre_hook)

@@ -225,7 +225,8 @@ class Buffers:
             grads = [grad for index in present if (grad := params[index].grad) is not None]
             if len(grads) != len(present):
                 raise GradientError(f"pack_grads({self.units[unit].name!r}): a gradient vanished since it was counted.")
-            torch._foreach_copy_([staging.views[index] for index in present], grads)
+            if grads:
+                torch._foreach_copy_([staging.views[index] for index in present], grads)
             for index in staging.views:
                 params[index].grad = None
                 if index in missing:

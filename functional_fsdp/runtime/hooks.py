@@ -15,12 +15,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from functional_fsdp.core.errors import FsdpError, IterationError, StaleGraphError
+from functional_fsdp.core.errors import FsdpError, GradientError, IterationError, PlaceholderError, StaleGraphError
 from functional_fsdp.core.ids import Phase, UnitId
 from functional_fsdp.core.transitions import StillOpen, backward_end, close_use, open_use, post_backward
 from functional_fsdp.runtime import _torch
@@ -142,6 +142,12 @@ class UnitHooks:
         # always_call: checkpointing with early stop leaves a forward by an exception, and the use must close.
         module.register_forward_hook(self._post_forward, always_call=True)
 
+    def __reduce__(self) -> NoReturn:
+        raise PlaceholderError(
+            f"unit {self.unit} {self.name!r}: expected a module with weights to pickle or copy, got a sharded one; the "
+            "weights are in the state: save fsdp.full_tensors(state.params)."
+        )
+
     def _running_cell(self, hook: str) -> Cell:
         cell = self._cell()
         if cell is None:
@@ -243,6 +249,11 @@ class UnitHooks:
                 f"pre_backward(unit {self.unit} {self.name!r}): expected the graph of a forward in the running "
                 "iteration, got one of another iteration, whose weights may have changed since; run forward and "
                 "backward in one iteration."
+            )
+        if torch.is_grad_enabled():
+            raise GradientError(
+                f"pre_backward(unit {self.unit} {self.name!r}): expected a backward without create_graph, got one whose "
+                "own graph would read weights after they are released; compute second derivatives unsharded."
             )
         task = _torch.current_graph_task_id()
         assert task is not None, "gradient hooks run inside a backward pass"

@@ -88,6 +88,7 @@ def update_state(state: TrainState, grads: Mapping[str, Tensor], optimizer: Opti
     except BaseException as error:
         _retire(fresh, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
         _retire(state, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
+        error.add_note('update: the state is lost, since it was being written; update="copy" keeps the old one.')
         raise
     _retire(state, "was donated to an update")
     return TrainState(fresh.params, opt_state, fresh.fsdp)

@@ -137,6 +137,8 @@ def _check_roots(roots: Sequence[nn.Module]) -> None:
     for index, root in enumerate(roots):
         if not isinstance(root, nn.Module):
             raise ValueError(f"fully_shard: expected root {index} to be a module, got {type(root).__name__}.")
+        if any(root is other for other in roots[:index]):
+            raise ValueError(f"fully_shard: expected each root once, got a {type(root).__name__} twice.")
         for other, module in enumerate(roots):
             if other != index and any(module is below for below in root.modules()):
                 raise ValueError(

@@ -8,14 +8,7 @@ from torch import Tensor, nn
 from functional_fsdp import PrefetchPolicy, fully_shard, make_mesh, optim, value_and_grad
 from functional_fsdp.core.errors import FsdpError
 from tests.runtime.models import DIM, PATHS, Batch, Block, Scenario, call, squared_error
-from tests.runtime.models_outputs import (
-    ViewModel,
-    ViewUnit,
-    WeightModel,
-    WeightUnit,
-    Wrapping,
-    WrappingModel,
-)
+from tests.runtime.models_outputs import ViewModel, ViewUnit, WeightModel, WeightUnit, Wrapping, WrappingModel
 from tests.runtime.reference import check_close
 from tests.runtime.twins import Twins, peak_nbytes
 
@@ -87,9 +80,7 @@ PART_LOSSES = {
 }
 
 
-def part_of_the_graph(
-    rank: int, world_size: int, policy: PrefetchPolicy, losses: tuple[str, ...]
-) -> None:
+def part_of_the_graph(rank: int, world_size: int, policy: PrefetchPolicy, losses: tuple[str, ...]) -> None:
     """Train on losses that each reach another part of the graph."""
     twins = Twins(rank, world_size, BRANCHES, policy)
     for step, name in enumerate(losses):
@@ -110,9 +101,7 @@ def dropped_before_backward(rank: int, world_size: int, policy: PrefetchPolicy) 
         twins.settle(f"step {step}", expected, loss, grads, it.state)
 
 
-def views_changed_in_place(
-    rank: int, world_size: int, policy: PrefetchPolicy, view: str, change: str
-) -> None:
+def views_changed_in_place(rank: int, world_size: int, policy: PrefetchPolicy, view: str, change: str) -> None:
     """Change a unit's output in place, which autograd allows on the unsharded model."""
     scenario = Scenario(ViewModel, (ViewUnit,), kwargs={"view": view, "change": change})
     twins = Twins(rank, world_size, scenario, policy)

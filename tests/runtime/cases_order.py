@@ -41,9 +41,7 @@ def train_paths(
     return entries
 
 
-def execution_order(
-    rank: int, world_size: int, policy: PrefetchPolicy, paths: Sequence[str], resident: bool
-) -> None:
+def execution_order(rank: int, world_size: int, policy: PrefetchPolicy, paths: Sequence[str], resident: bool) -> None:
     """Run one path a step; with `resident` false nothing may be gathered right after backward."""
     twins = Twins(rank, world_size, PATHS, policy)
     for step, path in enumerate(paths):
@@ -58,9 +56,7 @@ def execution_order(
         twins.settle(f"step {step} {path}", expected, loss, grads, it.state)
 
 
-def microbatches(
-    rank: int, world_size: int, policy: PrefetchPolicy, steps: Sequence[Sequence[str]]
-) -> None:
+def microbatches(rank: int, world_size: int, policy: PrefetchPolicy, steps: Sequence[Sequence[str]]) -> None:
     """Let the microbatches of a step take different paths; each iteration gathers anew."""
     twins = Twins(rank, world_size, PATHS, policy)
     for step, paths in enumerate(steps):
@@ -70,9 +66,7 @@ def microbatches(
         assert used <= gathered, f"step {step}: {used - gathered} used without a gather"
 
 
-def evaluations(
-    rank: int, world_size: int, policy: PrefetchPolicy, place: str, how: str, path: str
-) -> None:
+def evaluations(rank: int, world_size: int, policy: PrefetchPolicy, place: str, how: str, path: str) -> None:
     """Evaluate on another path at one place of every second step.
 
     Args:
@@ -174,9 +168,7 @@ def last_use(rank: int, world_size: int, policy: PrefetchPolicy) -> None:
     assert counts[1:] == [counts[1]] * 4, f"replays differ: {counts}"
 
 
-def divergence(
-    rank: int, world_size: int, policy: PrefetchPolicy, recorded: str, changed: str
-) -> list[str]:
+def divergence(rank: int, world_size: int, policy: PrefetchPolicy, recorded: str, changed: str) -> list[str]:
     """Replay another path: one report, right values, and the next iteration replays that path."""
     twins = Twins(rank, world_size, PATHS, policy)
     for step in range(2):
@@ -216,9 +208,7 @@ def repeated_unit(rank: int, world_size: int, policy: PrefetchPolicy, path: str)
             assert wasted(entries) == 0, gathers(entries)
 
 
-def shared_layer(
-    rank: int, world_size: int, scenario: Scenario, policy: PrefetchPolicy, path: str
-) -> None:
+def shared_layer(rank: int, world_size: int, scenario: Scenario, policy: PrefetchPolicy, path: str) -> None:
     """Call one block several times: its gradient is reduced once and has every contribution."""
     twins = Twins(rank, world_size, scenario, policy)
     twins.set_path(path)

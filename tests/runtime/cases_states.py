@@ -8,13 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from functional_fsdp import (
-    PrefetchPolicy,
-    TrainState,
-    make_train_step,
-    map_tensors,
-    value_and_grad,
-)
+from functional_fsdp import PrefetchPolicy, TrainState, make_train_step, map_tensors, value_and_grad
 from functional_fsdp.core.errors import FsdpError
 from tests.runtime.models import PATHS, Batch, call, squared_error
 from tests.runtime.reference import Reference, check_bit_equal, check_close, check_tensors
@@ -102,9 +96,7 @@ def states_are_values(rank: int, world_size: int) -> None:
     check_bit_equal("same state, same batch: gradients", first[1], second[1])
 
 
-def teacher_and_student(
-    rank: int, world_size: int, policy: PrefetchPolicy, decay: float
-) -> None:
+def teacher_and_student(rank: int, world_size: int, policy: PrefetchPolicy, decay: float) -> None:
     """Alternate two states through one program: a student, and a teacher that is its EMA."""
     twins = Twins(rank, world_size, PATHS, policy)
     optimizer_class, options = OPTIMIZERS["adamw"]
@@ -127,16 +119,10 @@ def teacher_and_student(
 
         twins.train(step, loss=distill)
         teacher = map_tensors(
-            lambda old, new: old * decay + new * (1 - decay) if old.is_floating_point() else new,
-            teacher,
-            twins.state,
+            lambda old, new: old * decay + new * (1 - decay) if old.is_floating_point() else new, teacher, twins.state
         )
         with torch.no_grad():
-            pairs = zip(
-                teacher_reference.model.parameters(),
-                twins.reference.model.parameters(),
-                strict=True,
-            )
+            pairs = zip(teacher_reference.model.parameters(), twins.reference.model.parameters(), strict=True)
             for old, new in pairs:
                 old.mul_(decay).add_(new, alpha=1 - decay)
         full = twins.fsdp.full_tensors(teacher.params)

@@ -14,12 +14,7 @@ NUM_STEPS = 10
 
 
 def ten_steps(
-    rank: int,
-    world_size: int,
-    scenario: Scenario,
-    policy: PrefetchPolicy,
-    dtype: torch.dtype,
-    optimizer: str,
+    rank: int, world_size: int, scenario: Scenario, policy: PrefetchPolicy, dtype: torch.dtype, optimizer: str
 ) -> None:
     """Compare ten steps: in float64 all values, in float32 losses, first gradients, last weights."""
     twins = Twins(rank, world_size, scenario, policy, dtype, optimizer)
@@ -41,12 +36,7 @@ def ten_steps(
 
 
 def ready_made_step(
-    rank: int,
-    world_size: int,
-    scenario: Scenario,
-    policy: PrefetchPolicy,
-    accumulate: int,
-    update: str,
+    rank: int, world_size: int, scenario: Scenario, policy: PrefetchPolicy, accumulate: int, update: str
 ) -> None:
     """Compare `make_train_step` with the reference on the mean loss of all microbatches."""
     assert update in ("donate", "copy")

@@ -81,7 +81,7 @@ def replay_plan(
             budget = backward_numel if event.backward else forward_numel
             while passed < len(order):
                 taken = [numels[item.unit] for item in order[used:passed]]
-                if (taken if budget is None else sum(taken) >= budget):
+                if taken if budget is None else sum(taken) >= budget:
                     break
                 successor = order[passed].unit
                 if successor not in resident:
@@ -103,9 +103,7 @@ def padded_numel(numel: int, world_size: int) -> int:
     return -(-numel // stride) * stride
 
 
-def unit_numels(
-    model: nn.Module, units: tuple[type[nn.Module], ...], world_size: int
-) -> dict[str, int]:
+def unit_numels(model: nn.Module, units: tuple[type[nn.Module], ...], world_size: int) -> dict[str, int]:
     """Return the elements of each unit's full storage by module path, the root's under "".
 
     For models whose parameters have one dtype and all train. A parameter counts for the innermost

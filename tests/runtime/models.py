@@ -45,9 +45,7 @@ class Paths(nn.Module):
     every block, also through those that `frozen` spells.
     """
 
-    def __init__(
-        self, path: str = "abcd", hidden: tuple[int, ...] = (11, 7, 9, 5), frozen: str = ""
-    ) -> None:
+    def __init__(self, path: str = "abcd", hidden: tuple[int, ...] = (11, 7, 9, 5), frozen: str = "") -> None:
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
         for name, width in zip("abcd", hidden, strict=True):

@@ -42,11 +42,7 @@ class Expected:
 class Reference:
     """An unsharded twin of a model and its optimizer."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    ) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
@@ -98,18 +94,13 @@ def check_close(where: str, got: Tensor, want: Tensor, bound: float) -> None:
         NotEqual: shape, dtype or values differ; the text says where and by how much.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise NotEqual(
-            f"{where}: expected {want.dtype} {tuple(want.shape)}, "
-            f"got {got.dtype} {tuple(got.shape)}"
-        )
+        raise NotEqual(f"{where}: expected {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}")
     # A NaN is no number below the bound: ask for "within", never for "not beyond".
     if not deviation(got, want) <= bound:
         raise NotEqual(f"{where}: expected within {bound:g}, off by {deviation(got, want):g}")
 
 
-def check_tensors(
-    where: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float
-) -> None:
+def check_tensors(where: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float) -> None:
     """Compare tensors by name, and the names.
 
     Raises:

@@ -12,9 +12,7 @@ from tests.runtime.models_outputs import IN_PLACE, OPAQUE, VIEWS, WEIGHT_OUTPUTS
 from tests.runtime.twins import RECORDED, REGISTRATION
 from tests.runtime.worlds import Worlds
 
-BOTH_ORDERS = pytest.mark.parametrize(
-    "policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"]
-)
+BOTH_ORDERS = pytest.mark.parametrize("policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"])
 
 
 @BOTH_ORDERS
@@ -30,9 +28,7 @@ BOTH_ORDERS = pytest.mark.parametrize(
     ],
     ids="-".join,
 )
-def test_b2_loss_reaches_part_of_the_graph(
-    worlds: Worlds, policy: PrefetchPolicy, losses: tuple[str, ...]
-) -> None:
+def test_b2_loss_reaches_part_of_the_graph(worlds: Worlds, policy: PrefetchPolicy, losses: tuple[str, ...]) -> None:
     worlds(2).run(cases.part_of_the_graph, policy, losses)
 
 
@@ -43,9 +39,7 @@ def test_b2_an_output_is_dropped(worlds: Worlds, policy: PrefetchPolicy) -> None
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("view", VIEWS)
-def test_b13_view_output_changed_in_place(
-    worlds: Worlds, policy: PrefetchPolicy, view: str
-) -> None:
+def test_b13_view_output_changed_in_place(worlds: Worlds, policy: PrefetchPolicy, view: str) -> None:
     worlds(2).run(cases.views_changed_in_place, policy, view, "mul_")
 
 
@@ -57,9 +51,7 @@ def test_b13_every_change_in_place(worlds: Worlds, view: str, change: str) -> No
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("kind", WEIGHT_OUTPUTS)
-def test_b13_output_shares_the_storage_of_a_weight(
-    worlds: Worlds, policy: PrefetchPolicy, kind: str
-) -> None:
+def test_b13_output_shares_the_storage_of_a_weight(worlds: Worlds, policy: PrefetchPolicy, kind: str) -> None:
     for text in worlds(2).run(cases.weight_as_output, policy, kind):
         # Cloned (then training is right) or refused by the unit's name, never read after release.
         assert text == "equal" or "'unit'" in text, text
@@ -67,18 +59,14 @@ def test_b13_output_shares_the_storage_of_a_weight(
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("when", ["next", "outside", "retained"])
-def test_b14_backward_through_an_earlier_iteration(
-    worlds: Worlds, policy: PrefetchPolicy, when: str
-) -> None:
+def test_b14_backward_through_an_earlier_iteration(worlds: Worlds, policy: PrefetchPolicy, when: str) -> None:
     for text in worlds(2).run(cases.stale_graph, policy, when):
         assert text.startswith("StaleGraphError") and "iteration" in text, text
 
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("where", ["loss", "everything"])
-def test_b15_autocast_keeps_no_old_weight(
-    worlds: Worlds, policy: PrefetchPolicy, where: str
-) -> None:
+def test_b15_autocast_keeps_no_old_weight(worlds: Worlds, policy: PrefetchPolicy, where: str) -> None:
     worlds(2).run(cases.autocast, policy, where)
 
 
@@ -103,9 +91,7 @@ def test_b16_outputs_in_containers_in_registration_order(worlds: Worlds, kind: s
         ("generator", "list_iterator"),
     ],
 )
-def test_b16_opaque_outputs_are_refused_by_name(
-    worlds: Worlds, kind: str, type_name: str
-) -> None:
+def test_b16_opaque_outputs_are_refused_by_name(worlds: Worlds, kind: str, type_name: str) -> None:
     assert set(OPAQUE) >= {kind}
     for text in worlds(2).run(cases.opaque, kind):
         assert text.startswith("OutputTypeError"), text
@@ -124,9 +110,7 @@ def test_b17_a_byte_budget_releases_between_uses(worlds: Worlds, order: Prefetch
     numels = unit_numels(LOOP.make(), LOOP.units, world_size=2)
     # The root and one unit: no room to keep a second.
     budget = 8 * (numels[""] + max(numels["cell"], numels["other"]))
-    policy = PrefetchPolicy(
-        order=order, forward_numel=10**9, backward_numel=10**9, max_unsharded_nbytes=budget
-    )
+    policy = PrefetchPolicy(order=order, forward_numel=10**9, backward_numel=10**9, max_unsharded_nbytes=budget)
     for peak in worlds(2).run(cases.time_loop, LOOP, policy):
         assert peak <= budget
 

@@ -48,7 +48,9 @@ def grads_at(step: int) -> dict[str, Tensor]:
     return {key: torch.randn(param.shape, generator=generator) for key, param in start().items()}
 
 
-def by_torch(cls: Callable[..., torch.optim.Optimizer], options: dict[str, object], num_steps: int) -> dict[str, Tensor]:
+def by_torch(
+    cls: Callable[..., torch.optim.Optimizer], options: dict[str, object], num_steps: int
+) -> dict[str, Tensor]:
     params = start()
     optimizer = cls(list(params.values()), **options)
     for step in range(num_steps):
@@ -91,7 +93,9 @@ def test_two_states_alternate_through_one_record(name: str, options: dict[str, o
 def test_init_shows_the_state_before_the_first_step() -> None:
     params = start()
     state = optim.from_torch(torch.optim.AdamW).init(params)
-    assert {key: sorted(kept) for key, kept in state.items()} == dict.fromkeys(params, ["exp_avg", "exp_avg_sq", "step"])
+    assert {key: sorted(kept) for key, kept in state.items()} == dict.fromkeys(
+        params, ["exp_avg", "exp_avg_sq", "step"]
+    )
     assert state["float32"]["step"] == 0
     assert not state["float32"]["exp_avg"].any()
     assert all(param.grad is None for param in params.values())
@@ -284,10 +288,18 @@ def test_update_refuses_what_does_not_fit_before_it_writes() -> None:
     good = {"a": torch.ones(3)}
     cases: list[tuple[dict[str, Tensor], optim.OptState, str]] = [
         (good | {"c": torch.ones(1)}, state, "expected grads for some of ['a', 'b'], got 'c'"),
-        (good | {"b": torch.ones(3)}, state, "expected grads['b'] like its parameter, (2,) torch.float32 on cpu, got (3,)"),
+        (
+            good | {"b": torch.ones(3)},
+            state,
+            "expected grads['b'] like its parameter, (2,) torch.float32 on cpu, got (3,)",
+        ),
         (good | {"b": torch.ones(2).double()}, state, "got (2,) torch.float64 on cpu"),
         (good | {"b": torch.ones(2, device="meta")}, state, "got (2,) torch.float32 on meta"),
-        (good, {"a": state["a"]}, "expected opt_state with the keys of params, ['a', 'b'], got ['a']; make it with init"),
+        (
+            good,
+            {"a": state["a"]},
+            "expected opt_state with the keys of params, ['a', 'b'], got ['a']; make it with init",
+        ),
     ]
     for grads, opt_state, text in cases:
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -16,25 +16,17 @@ POLICIES = {
     "registration": REGISTRATION,
     "registration-all": PrefetchPolicy(forward_numel=10**9, backward_numel=10**9),
     "recorded": RECORDED,
-    "recorded-some": PrefetchPolicy(
-        order=PrefetchOrder.RECORDED, forward_numel=300, backward_numel=300
-    ),
-    "recorded-all": PrefetchPolicy(
-        order=PrefetchOrder.RECORDED, forward_numel=10**9, backward_numel=10**9
-    ),
+    "recorded-some": PrefetchPolicy(order=PrefetchOrder.RECORDED, forward_numel=300, backward_numel=300),
+    "recorded-all": PrefetchPolicy(order=PrefetchOrder.RECORDED, forward_numel=10**9, backward_numel=10**9),
 }
 RAISE = PrefetchPolicy(order=PrefetchOrder.RECORDED, on_divergence="raise")
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-BOTH_ORDERS = pytest.mark.parametrize(
-    "policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"]
-)
+BOTH_ORDERS = pytest.mark.parametrize("policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"])
 
 
 @EVERY_POLICY
 @pytest.mark.parametrize("path", ["dcba", "acbd", "bdac"])
-def test_a1_execution_is_not_registration_order(
-    worlds: Worlds, policy: PrefetchPolicy, path: str
-) -> None:
+def test_a1_execution_is_not_registration_order(worlds: Worlds, policy: PrefetchPolicy, path: str) -> None:
     worlds(2).run(cases.execution_order, policy, paths=[path] * 4, resident=False)
 
 
@@ -60,9 +52,7 @@ def test_a1_on_four_ranks(worlds: Worlds, policy: PrefetchPolicy) -> None:
     ],
     ids=["skips-last", "skips-first", "disjoint"],
 )
-def test_a2_a_microbatch_skips_a_unit(
-    worlds: Worlds, policy: PrefetchPolicy, steps: list[tuple[str, ...]]
-) -> None:
+def test_a2_a_microbatch_skips_a_unit(worlds: Worlds, policy: PrefetchPolicy, steps: list[tuple[str, ...]]) -> None:
     worlds(2).run(cases.microbatches, policy, steps)
 
 
@@ -139,9 +129,7 @@ def test_a7_divergence_raises_if_asked_to(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("path", ["abac", "aba", "abcdcba", "abab", "aab", "cc"])
 @pytest.mark.parametrize("policy", [RECORDED, POLICIES["recorded-all"]], ids=["one", "all"])
-def test_a8_every_occurrence_has_its_own_successor(
-    worlds: Worlds, policy: PrefetchPolicy, path: str
-) -> None:
+def test_a8_every_occurrence_has_its_own_successor(worlds: Worlds, policy: PrefetchPolicy, path: str) -> None:
     worlds(2).run(cases.repeated_unit, policy, path)
 
 

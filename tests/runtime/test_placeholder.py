@@ -358,7 +358,9 @@ def test_c14_misuse_of_a_model_is_refused_by_name(misuse: str) -> None:
     attempt, advice = MODEL_MISUSES[misuse]
     with pytest.raises(PlaceholderError) as caught:
         attempt(model)
-    assert re.match(r"parameter '[01]\.[^']*'( \(and 1 more\))?: expected its weights", str(caught.value)), str(caught.value)
+    assert re.match(r"parameter '[01]\.[^']*'( \(and 1 more\))?: expected its weights", str(caught.value)), str(
+        caught.value
+    )
     assert re.search(advice, str(caught.value)), str(caught.value)
     after = dict(model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())

@@ -9,9 +9,7 @@ from tests.runtime import cases_states as cases
 from tests.runtime.twins import RECORDED, REGISTRATION
 from tests.runtime.worlds import Worlds
 
-BOTH_ORDERS = pytest.mark.parametrize(
-    "policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"]
-)
+BOTH_ORDERS = pytest.mark.parametrize("policy", [REGISTRATION, RECORDED], ids=["registration", "recorded"])
 
 
 @pytest.mark.parametrize("how", ["step", "update"])

@@ -287,12 +287,16 @@ def test_a_container_that_cannot_be_made_again_is_refused() -> None:
 
     output = Stubborn(torch.ones(1), torch.ones(1))
     assert walk(same, output) is output
-    with pytest.raises(OutputTypeError, match=r"can be made again with other tensors, got .*Stubborn, which fails with Type"):
+    with pytest.raises(
+        OutputTypeError, match=r"can be made again with other tensors, got .*Stubborn, which fails with Type"
+    ):
         walk(double, output)
 
 
 def state_of(value: float, **opt_state: Tensor) -> TrainState:
-    return TrainState({"float32": torch.full((3,), value)}, {"float32": {"step": torch.zeros(()), **opt_state}}, FsdpState())
+    return TrainState(
+        {"float32": torch.full((3,), value)}, {"float32": {"step": torch.zeros(()), **opt_state}}, FsdpState()
+    )
 
 
 def test_map_tensors_over_one_and_two_states() -> None:
@@ -341,7 +345,11 @@ def test_map_tensors_names_what_differs() -> None:
     cases: list[tuple[Any, Any, str]] = [
         ([torch.ones(1)], (torch.ones(1),), "at the top: expected list as in the first tree, got tuple in tree 2"),
         ({"a": torch.ones(1)}, {"a": 1}, "at ['a']: expected torch.Tensor as in the first tree, got int in tree 2"),
-        ([torch.ones(1)], [], "at the top: expected the keys of the first tree, [0], got tree 2 with [0] missing and [] extra"),
+        (
+            [torch.ones(1)],
+            [],
+            "at the top: expected the keys of the first tree, [0], got tree 2 with [0] missing and [] extra",
+        ),
         (Frozen(torch.ones(1)), Plain(torch.ones(1)), "Frozen as in the first tree, got "),
     ]
     for left, right, text in cases:
@@ -357,7 +365,9 @@ def test_map_tensors_checks_everything_before_it_calls() -> None:
 
 
 def test_map_tensors_refuses_unknown_types() -> None:
-    with pytest.raises(ValueError, match=r"map_tensors: at \['a'\]\[0\]: expected tensors in dict.*Opaque; register it in"):
+    with pytest.raises(
+        ValueError, match=r"map_tensors: at \['a'\]\[0\]: expected tensors in dict.*Opaque; register it in"
+    ):
         map_tensors(double, {"a": [Opaque(torch.ones(1))]})
 
 

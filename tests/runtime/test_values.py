@@ -13,15 +13,7 @@ import torch
 
 from functional_fsdp import PrefetchOrder, PrefetchPolicy
 from tests.runtime import cases_values as cases
-from tests.runtime.models import (
-    FROZEN,
-    GPT,
-    LOOP,
-    NESTED_GPT,
-    PATHS,
-    SHARED,
-    Scenario,
-)
+from tests.runtime.models import FROZEN, GPT, LOOP, NESTED_GPT, PATHS, SHARED, Scenario
 from tests.runtime.worlds import Worlds
 
 WORLDS = (1, 2, 4)
@@ -56,10 +48,7 @@ PAIRWISE = frozenset(pairwise(GRID))
 
 @pytest.mark.parametrize(
     ("world_size", "order", "budget", "model", "numbers"),
-    [
-        pytest.param(*cell, marks=() if cell in PAIRWISE else pytest.mark.full_grid)
-        for cell in GRID
-    ],
+    [pytest.param(*cell, marks=() if cell in PAIRWISE else pytest.mark.full_grid) for cell in GRID],
 )
 def test_ten_steps_equal_unsharded_training(
     worlds: Worlds, world_size: int, order: PrefetchOrder, budget: str, model: str, numbers: str
@@ -77,9 +66,7 @@ def test_the_pairwise_cover_is_small_and_complete() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", [LOOP, FROZEN], ids=["loop", "frozen"])
-def test_ten_steps_of_unusual_models(
-    worlds: Worlds, order: PrefetchOrder, scenario: Scenario
-) -> None:
+def test_ten_steps_of_unusual_models(worlds: Worlds, order: PrefetchOrder, scenario: Scenario) -> None:
     policy = PrefetchPolicy(order=order)
     worlds(2).run(cases.ten_steps, scenario, policy, torch.float64, "adamw")
 

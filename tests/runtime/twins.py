@@ -24,14 +24,7 @@ from functional_fsdp import (
 from functional_fsdp.core.effects import Unshard
 from functional_fsdp.core.ids import Key, Phase
 from tests.runtime.models import Batch, Scenario
-from tests.runtime.reference import (
-    BOUNDS,
-    Expected,
-    Reference,
-    Tensors,
-    check_close,
-    check_tensors,
-)
+from tests.runtime.reference import BOUNDS, Expected, Reference, Tensors, check_close, check_tensors
 
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
@@ -88,9 +81,7 @@ class Twins:
             assert hasattr(model, "path")
             setattr(model, "path", path)
 
-    def expect(
-        self, steps: Sequence[int], loss: Loss | None = None, paths: Sequence[str] | None = None
-    ) -> Expected:
+    def expect(self, steps: Sequence[int], loss: Loss | None = None, paths: Sequence[str] | None = None) -> Expected:
         """Run the reference on the mean loss over the microbatches `steps`.
 
         Args:

@@ -26,46 +26,22 @@ def tree_map(
     namespace: str = "",
 ) -> Tree: ...
 def tree_leaves(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> list[object]: ...
 def tree_structure(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> PyTreeSpec: ...
 def tree_flatten(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> tuple[list[object], PyTreeSpec]: ...
 def tree_flatten_with_path(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> tuple[list[tuple[object, ...]], list[object], PyTreeSpec]: ...
 def tree_is_leaf(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> bool: ...
 def tree_flatten_one_level(
-    tree: object,
-    is_leaf: Callable[[object], bool] | None = None,
-    *,
-    none_is_leaf: bool = False,
-    namespace: str = "",
+    tree: object, is_leaf: Callable[[object], bool] | None = None, *, none_is_leaf: bool = False, namespace: str = ""
 ) -> tuple[list[object], object, tuple[object, ...], Callable[[object, Sequence[object]], object]]: ...
 def tree_unflatten(treespec: PyTreeSpec, leaves: Iterable[object]) -> object: ...
 def register_pytree_node(
