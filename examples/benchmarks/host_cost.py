@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python -m examples.benchmarks.host_cost --json host_cost.json
     python -m examples.benchmarks.host_cost --units 16 --uses 100 --rounds 2
 
-Run from the repository's root; one process, no torchrun.
+Run from the repository's root; one process, no torchrun. Times are CPU time of this process, so that what else the
+machine does counts little.
 
 First table: forward + backward of a chain of small linear layers, each a unit, with torch's fake process group of two
 ranks: its collectives return at once, so what is left is the host's work. functional_fsdp, FSDP2 and the plain chain
@@ -73,7 +74,7 @@ Hook = Callable[[FsdpState], Transition]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeCost:
-    """Microseconds of host time per unit for one forward + backward; medians over rounds."""
+    """Microseconds of CPU time per unit for one forward + backward; medians over rounds."""
 
     num_units: int
     ours_us: float
@@ -90,7 +91,7 @@ class TransitionCost:
         mode: ``"recording"`` or ``"replaying"``.
         mean_lines: executed in core files.
         max_lines: of the longest transition.
-        mean_us: microseconds.
+        mean_us: microseconds of CPU time.
     """
 
     num_uses: int
@@ -164,9 +165,9 @@ def runtime_cost(num_units: int, num_rounds: int) -> RuntimeCost:
     for number in range(num_rounds):
         turns = list(zip(steps, seconds))
         for step, taken in turns if number % 2 == 0 else reversed(turns):
-            start_s = time.perf_counter()
+            start_s = time.process_time()
             step(batch)
-            taken.append(time.perf_counter() - start_s)
+            taken.append(time.process_time() - start_s)
     return RuntimeCost(num_units, *(1e6 * statistics.median(taken) / num_units for taken in seconds))
 
 
@@ -244,9 +245,9 @@ def transition_costs(num_uses: int) -> list[TransitionCost]:
     state, costs = FsdpState(), []
     for mode in ("recording", "replaying"):
         begun = begin_iteration(spec, state, "train").state
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         state = run_hooks(begun, hooks, num_microbatches)
-        mean_us = 1e6 * (time.perf_counter() - start_s) / num_hooks
+        mean_us = 1e6 * (time.process_time() - start_s) / num_hooks
         lines = count_lines(begun, hooks, num_microbatches)
         state = end_iteration(spec, finish_grad_sync(spec, state).state).state
         costs.append(TransitionCost(num_hooks // 2, mode, statistics.fmean(lines), max(lines), mean_us))
