@@ -1,0 +1,280 @@
+"""Programs of hooks: playing them through the transitions, and making random ones.
+
+A random program is what a training loop could do: trees of units, shared units, several microbatches before or after
+each other's backward, outputs that are dropped, recompute, evaluation, boundaries, schedules that change, aborts, and
+any policy. The same seed gives the same program, so a failure is named by its seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TypeAlias
+
+from functional_fsdp.core import transitions
+from functional_fsdp.core.errors import ByteBudgetError, DivergenceError
+from functional_fsdp.core.gradients import outstanding_grads
+from functional_fsdp.core.ids import UnitId
+from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
+from functional_fsdp.core.render import Step, render_trace
+from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
+from functional_fsdp.core.state import FsdpState, Running, Transition
+from functional_fsdp.testing.invariants import TraceChecker
+
+Hook: TypeAlias = Callable[..., Transition]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One hook of a program: which, and what it is called with.
+
+    Attributes:
+        hook: name of a function in ``transitions``.
+        args: after ``spec`` and ``state``.
+        facts: keyword arguments, as pairs.
+    """
+
+    hook: str
+    args: tuple[object, ...] = ()
+    facts: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.hook, *map(str, self.args)]
+        words += [name if value is True else f"{name}={value}" for name, value in self.facts if value is not False]
+        return " ".join(words)
+
+
+def call(hook: str, *args: object, **facts: object) -> Call:
+    """Return the call of a hook as it is written in code."""
+    return Call(hook, args, tuple(facts.items()))
+
+
+class BrokenInvariant(AssertionError):
+    """A hook of a program broke an invariant; the message is the trace with an arrow at it."""
+
+
+class Player:
+    """Plays hooks one after another and checks each.
+
+    Attributes:
+        spec: of the model.
+        state: after the last hook.
+        steps: what was played, for ``render_trace``.
+        checker: knows what was wrong.
+        fault: changes a transition before it is checked, to plant a fault.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, fault: Callable[[FsdpState, Call, Transition], Transition] | None = None
+    ) -> None:
+        self.spec = spec
+        self.state = FsdpState()
+        self.steps: list[Step] = []
+        self.checker = TraceChecker(spec)
+        self.fault = fault
+
+    def __call__(self, hook: str, *args: object, **facts: object) -> None:
+        """Play one hook by its name."""
+        self.play(call(hook, *args, **facts))
+
+    def play(self, played: Call) -> None:
+        """Play one hook; ``finish_grad_sync`` first completes the gradients that are outstanding.
+
+        Raises:
+            BrokenInvariant: the hook broke an invariant.
+        """
+        iteration = self.state.iteration
+        if played.hook == "finish_grad_sync" and isinstance(iteration, Running) and not iteration.window.closed:
+            for unit in outstanding_grads(self.spec, iteration.grads):
+                self.play(call("grads_complete", unit))
+        before = self.state
+        hook: Hook = getattr(transitions, played.hook)
+        transition = hook(self.spec, before, *played.args, **dict(played.facts))
+        if self.fault is not None:
+            transition = self.fault(before, played, transition)
+        self.state = transition.state
+        self.steps.append(Step(str(played), transition.effects))
+        wrong = self.checker.feed(before, str(played), transition)
+        if wrong:
+            failed = len(self.steps) - 1
+            raise BrokenInvariant("\n".join((*wrong, render_trace(self.spec, self.steps, failed=failed, why=wrong[0]))))
+
+    def play_iteration(self, calls: Iterable[Call]) -> bool:
+        """Play one iteration and return whether it succeeded; a divergence or budget error aborts it."""
+        try:
+            for played in calls:
+                self.play(played)
+        except (ByteBudgetError, DivergenceError):
+            self.play(call("abort_iteration"))
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A model and the iterations to play on it, each from ``begin_iteration`` to its end or abort."""
+
+    spec: ModelSpec
+    iterations: tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of a unit's module in a forward pass, and the calls inside it.
+
+    Attributes:
+        unit: whose module.
+        inside: in order.
+        has_backward: whether its output wants a gradient.
+        recomputes: whether its forward runs again in backward.
+        stays_open: whether no gradient of an input closes its backward.
+    """
+
+    unit: UnitId
+    inside: tuple[Node, ...] = ()
+    has_backward: bool = True
+    recomputes: bool = False
+    stays_open: bool = False
+
+
+def forward(node: Node, *, evaluating: bool = False) -> Iterator[Call]:
+    """Yield the hooks of a forward pass."""
+    yield call("pre_forward", node.unit, evaluating=evaluating)
+    for child in node.inside:
+        yield from forward(child, evaluating=evaluating)
+    yield call("post_forward", node.unit, has_backward=node.has_backward and not evaluating)
+
+
+def recompute(node: Node) -> Iterator[Call]:
+    """Yield the hooks of running a forward again inside a backward."""
+    yield call("pre_recompute", node.unit)
+    for child in node.inside:
+        yield from recompute(child)
+    yield call("post_recompute", node.unit)
+
+
+def backward(*nodes: Node) -> Iterator[Call]:
+    """Yield the hooks of one backward pass through the forwards of ``nodes``, last first."""
+    still_open: list[transitions.StillOpen] = []
+    is_first = True
+    for node in reversed(nodes):
+        for played in _backward(node, still_open):
+            if is_first and played.hook == "pre_backward":
+                played, is_first = call("pre_backward", *played.args, outermost=True), False
+            yield played
+    yield call("backward_end", tuple(still_open))
+
+
+def _backward(node: Node, still_open: list[transitions.StillOpen]) -> Iterator[Call]:
+    if node.has_backward:
+        yield call("pre_backward", node.unit)
+    if node.recomputes:
+        yield from recompute(node)
+    for child in reversed(node.inside):
+        yield from _backward(child, still_open)
+    if node.has_backward and node.stays_open:
+        still_open.append(transitions.StillOpen(node.unit))
+    elif node.has_backward:
+        yield call("post_backward", node.unit)
+
+
+def random_spec(rng: Random, max_units: int = 7) -> ModelSpec:
+    """Return a tree of units, some without weights and some frozen, and a policy whose byte budget fits one of them."""
+    units: list[UnitSpec] = []
+    for index in range(rng.randint(1, max_units)):
+        numel = rng.choice((0, 4, 4, 8, 12))
+        parent = None if not index or rng.random() < 0.15 else UnitId(rng.randrange(index))
+        units.append(UnitSpec(f"u{index}", parent, numel, 4 * numel, numel > 0 and rng.random() < 0.8))
+    largest, total = max(unit.nbytes for unit in units), sum(unit.nbytes for unit in units)
+    policy = PrefetchPolicy(
+        order=rng.choice(tuple(PrefetchOrder)),
+        forward_numel=rng.choice((None, None, 0, 1, 10, 1000)),
+        backward_numel=rng.choice((None, None, 0, 1, 10, 1000)),
+        max_unsharded_nbytes=rng.choice((None, None, largest, 2 * largest, total)),
+        on_divergence=rng.choice(("continue", "continue", "raise")),
+    )
+    return model_spec(units, policy)
+
+
+def random_node(rng: Random, spec: ModelSpec, unit: UnitId) -> Node:
+    """Return a call of the unit's module: its children in some order, some twice, some not at all."""
+    children = [UnitId(index) for index, child in enumerate(spec.units) if child.parent == unit]
+    if rng.random() < 0.2:
+        rng.shuffle(children)
+    if children and rng.random() < 0.2:
+        children.append(rng.choice(children))
+    inside = tuple(random_node(rng, spec, child) for child in children if rng.random() < 0.9)
+    return Node(unit, inside, rng.random() < 0.85, rng.random() < 0.2, rng.random() < 0.2)
+
+
+def random_schedule(rng: Random, spec: ModelSpec) -> tuple[Call, ...]:
+    """Return the hooks between the beginning of an iteration and the end of its gradients."""
+    roots = [UnitId(index) for index, unit in enumerate(spec.units) if unit.parent is None]
+    waiting: list[tuple[Node, ...]] = []
+    calls: list[Call] = []
+    for _ in range(rng.randint(1, 3)):
+        nodes = tuple(random_node(rng, spec, root) for root in roots)
+        if rng.random() < 0.15:
+            calls += forward(rng.choice(nodes), evaluating=True)
+        for node in nodes:
+            calls += forward(node)
+        waiting.append(nodes)
+        if rng.random() < 0.2:
+            calls.append(call("boundary", rng.choice("ab"), host_sync=rng.random() < 0.5))
+        while waiting and rng.random() < 0.6:
+            taken = waiting.pop(rng.randrange(len(waiting)))
+            calls += backward(*taken)
+            if rng.random() < 0.1:
+                calls += backward(*taken)  # a second pass through a retained graph
+    for nodes in waiting:
+        if rng.random() < 0.9:  # else its output was dropped
+            calls += backward(*nodes)
+    return tuple(calls)
+
+
+def random_program(seed: int, max_iterations: int = 7) -> Program:
+    """Return the program of a seed: schedules of one or two keys, some changed, cut short or aborted."""
+    rng = Random(seed)
+    spec = random_spec(rng)
+    schedules = {key: random_schedule(rng, spec) for key in ("train", ("train", 2))}
+    iterations = []
+    for _ in range(rng.randint(1, max_iterations)):
+        key = rng.choice(("train", "train", ("train", 2)))
+        if rng.random() < 0.15:
+            schedules[key] = random_schedule(rng, spec)
+        calls = schedules[key]
+        if rng.random() < 0.1:
+            calls = random_schedule(rng, spec)
+        calls = (call("begin_iteration", key, rerecord=rng.random() < 0.05), *calls, call("finish_grad_sync"))
+        if rng.random() < 0.1:
+            calls += tuple(forward(random_node(rng, spec, UnitId(0)), evaluating=rng.random() < 0.5))
+        calls += (call("end_iteration"),)
+        if rng.random() < 0.1:
+            calls = (*calls[: rng.randrange(1, len(calls))], call("abort_iteration"))
+        iterations.append(calls)
+    return Program(spec, tuple(iterations))
+
+
+def play(program: Program, fault: Callable[[FsdpState, Call, Transition], Transition] | None = None) -> Player:
+    """Play a program and return the player, with all that came of it.
+
+    Raises:
+        BrokenInvariant: a hook broke an invariant.
+    """
+    player = Player(program.spec, fault)
+    for calls in program.iterations:
+        player.play_iteration(calls)
+    return player
+
+
+def small_spec(numels: Sequence[int], policy: PrefetchPolicy = PrefetchPolicy(), *, frozen: int = 0) -> ModelSpec:
+    """Return a root of ``numels[0]`` float32 elements and its children, of which the first ``frozen`` do not train."""
+    names = ("root", *(f"layers.{index}" for index in range(len(numels) - 1)))
+    return model_spec(
+        [
+            UnitSpec(name, UnitId(0) if index else None, numel, 4 * numel, numel > 0 and not 0 < index <= frozen)
+            for index, (name, numel) in enumerate(zip(names, numels, strict=True))
+        ],
+        policy,
+    )
