@@ -60,7 +60,9 @@ class Player:
     Attributes:
         spec: of the model.
         state: after the last hook.
-        steps: what was played, for ``render_trace``.
+        states: the state before each hook.
+        calls: what was played.
+        steps: the same with the effects, for ``render_trace``.
         checker: knows what was wrong.
         fault: changes a transition before it is checked, to plant a fault.
     """
@@ -70,6 +72,8 @@ class Player:
     ) -> None:
         self.spec = spec
         self.state = FsdpState()
+        self.states: list[FsdpState] = []
+        self.calls: list[Call] = []
         self.steps: list[Step] = []
         self.checker = TraceChecker(spec)
         self.fault = fault
@@ -94,6 +98,8 @@ class Player:
         if self.fault is not None:
             transition = self.fault(before, played, transition)
         self.state = transition.state
+        self.states.append(before)
+        self.calls.append(played)
         self.steps.append(Step(str(played), transition.effects))
         wrong = self.checker.feed(before, str(played), transition)
         if wrong:
