@@ -136,6 +136,7 @@ class UnitHooks:
         self._cell = weakref.ref(cell)
         self._tasks = tasks
         self._calls: list[Call] = []
+        self._first_parameter = next((name for name, _ in module.named_parameters()), "none")
         self._trains = any(param.requires_grad for param in tensors.params)
         self._storages = frozenset(_torch.storage_id(bucket.full) for bucket in tensors.buckets)
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -144,8 +145,8 @@ class UnitHooks:
 
     def __reduce__(self) -> NoReturn:
         raise PlaceholderError(
-            f"unit {self.unit} {self.name!r}: expected a module with weights to pickle or copy, got a sharded one; the "
-            "weights are in the state: save fsdp.full_tensors(state.params)."
+            f"parameter {self._first_parameter!r}: expected weights to pickle, got a sharded module, unit {self.unit} "
+            f"{self.name!r}; the weights are in the state: save fsdp.full_tensors(state.params)."
         )
 
     def _running_cell(self, hook: str) -> Cell:
