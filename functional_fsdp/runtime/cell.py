@@ -63,6 +63,8 @@ class Cell:
         self.state = FsdpState()
         self.token: IterationToken | None = None
         self.evaluating = False
+        # The backward pass in which it.forward was called; not per thread, since autograd has its own.
+        self.forward_task: int | None = None
         self._autocast_cache = False
         self._lock = threading.RLock()
         self._interpreter = Interpreter(streams, collectives, buffers, _warn)
@@ -100,6 +102,7 @@ class Cell:
         """Forget what ``bind`` was given."""
         self.token = None
         self.evaluating = False
+        self.forward_task = None
         self.buffers.bind({})
         _torch.set_autocast_cache_enabled(self._autocast_cache)
 

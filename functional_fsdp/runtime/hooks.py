@@ -167,8 +167,9 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         cell = self._running_cell("pre_forward")
-        # Any forward inside a backward pass is a recompute.
-        phase = Phase.FORWARD if _torch.current_graph_task_id() is None else Phase.RECOMPUTE
+        # A forward inside a backward pass is a recompute, unless it.forward called it from that very pass.
+        task = _torch.current_graph_task_id()
+        phase = Phase.FORWARD if task is None or task == cell.forward_task else Phase.RECOMPUTE
         cell.run(open_use, self.unit, phase, evaluating=cell.evaluating)
         call = Call(self, phase, cell.token)
         if self._calls and self._calls[-1].token is not cell.token:

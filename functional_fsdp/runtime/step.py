@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_fsdp.core.errors import IterationError
 from functional_fsdp.core.gradients import outstanding_grads
 from functional_fsdp.core.ids import Key
+from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.state import Running
 from functional_fsdp.core.transitions import (
     abort_iteration,
@@ -22,9 +23,13 @@ from functional_fsdp.core.transitions import (
     finish_grad_sync,
     grads_complete,
 )
+from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.cell import Cell, IterationToken
 from functional_fsdp.runtime.hooks import GraphTasks
 from functional_fsdp.runtime.state import TrainState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Iteration:
@@ -125,6 +130,46 @@ class Iteration:
                 yield
         finally:
             cell.evaluating = before
+
+    def forward(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``fn``, a module or a function of modules, as the forward of a schedule.
+
+        Inside a backward pass (combined 1F1B runs the forward of one microbatch in the backward of another) nothing
+        else tells a real forward from a recompute. Grad mode is on, which autograd turns off there, unless this is an
+        evaluation.
+
+        Raises:
+            ValueError: the policy's order is REGISTRATION, which such a schedule does not follow.
+        """
+        self._check_explicit("forward")
+        cell = self._cell
+        outer, cell.forward_task = cell.forward_task, _torch.current_graph_task_id()
+        try:
+            with torch.set_grad_enabled(
+                not cell.evaluating and (torch.is_grad_enabled() or cell.forward_task is not None)
+            ):
+                return fn(*args, **kwargs)
+        finally:
+            cell.forward_task = outer
+
+    def backward(
+        self, tensors: Tensor | Sequence[Tensor], grads: Tensor | Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Run the backward of a schedule, as ``torch.autograd.backward``.
+
+        Raises:
+            ValueError: the policy's order is REGISTRATION, which such a schedule does not follow.
+        """
+        self._check_explicit("backward")
+        torch.autograd.backward(tensors, grads)
+
+    def _check_explicit(self, call: str) -> None:
+        self._check_running(call)
+        if self._cell.spec.policy.order is PrefetchOrder.REGISTRATION:
+            raise ValueError(
+                f"it.{call}: expected PrefetchOrder.RECORDED for a schedule of its own, got PrefetchOrder.REGISTRATION; "
+                "pass prefetch=PrefetchPolicy(order=PrefetchOrder.RECORDED), or call the model plainly."
+            )
 
     def boundary(self, name: str, *, host_sync: bool = False) -> None:
         """Mark a place where other communication happens; see ``core.transitions.boundary``."""

@@ -48,7 +48,7 @@ def test_gradients_taken_in_another_way(worlds: Worlds, policy: PrefetchPolicy, 
 
 
 @BOTH_ORDERS
-def test_double_backward_is_right_or_refused(worlds: Worlds, policy: PrefetchPolicy) -> None:
+def test_double_backward_is_refused(worlds: Worlds, policy: PrefetchPolicy) -> None:
     for text in worlds(2).run(cases.double_backward, policy):
         assert text.startswith("GradientError") and "expected a backward without create_graph" in text, text
 
