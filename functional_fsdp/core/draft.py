@@ -11,7 +11,12 @@ from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.errors import ByteBudgetError, IterationError, unexpected
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.spec import ModelSpec
-from functional_fsdp.core.state import FsdpState, Residency, Running, Transition, UnitState
+from functional_fsdp.core.state import FsdpState, Grads, Residency, Running, Transition, UnitState
+
+
+def num_pending(spec: ModelSpec, grads: Grads, unit: UnitId) -> int:
+    """Return how many forward uses of the unit wait for their backward."""
+    return grads.pending.of(spec.backward.positions[unit][0])
 
 
 class Draft:
@@ -66,7 +71,7 @@ def is_promised(draft: Draft, unit: UnitId) -> bool:
     for is_backward, walk in enumerate(draft.walks):
         if walk.next_position(unit) < walk.prefetch_cursor:
             # The backward walk of REGISTRATION passes over units that wait for no backward: that is no promise.
-            return not is_backward or draft.grads.pending.of(unit) > 0
+            return not is_backward or num_pending(draft.spec, draft.grads, unit) > 0
     return False
 
 

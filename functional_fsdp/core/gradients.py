@@ -4,7 +4,7 @@ A unit's gradients are complete when every forward use that will have a backward
 so it is equal on all ranks whichever parameters got a gradient.
 """
 
-from functional_fsdp.core.draft import Draft
+from functional_fsdp.core.draft import Draft, num_pending
 from functional_fsdp.core.effects import PackGrads, ReduceGrads, WaitReduce, ZeroGrads
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec
@@ -13,8 +13,8 @@ from functional_fsdp.core.state import Counts, Grads
 
 def expect_backward(draft: Draft, unit: UnitId, change: int) -> None:
     """Note that ``change`` more forward uses of the unit wait for their backward."""
-    grads = draft.grads
-    draft.grads = Grads(grads.pending.add(unit, change), grads.started, grads.reducing, grads.reduced)
+    grads, place = draft.grads, draft.spec.backward.positions[unit][0]
+    draft.grads = Grads(grads.pending.add(place, change), grads.started, grads.reducing, grads.reduced)
 
 
 def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
@@ -22,11 +22,11 @@ def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
 
     One for which no forward use waits counts as its own: a second pass through one graph, or reentrant checkpointing.
     """
+    if num_pending(draft.spec, draft.grads, unit) <= num_open:
+        expect_backward(draft, unit, 1)
     grads = draft.grads
-    is_own = grads.pending.of(unit) <= num_open
-    if is_own or not grads.started:
-        pending = grads.pending.add(unit, 1) if is_own else grads.pending
-        draft.grads = Grads(pending, True, grads.reducing, grads.reduced)
+    if not grads.started:
+        draft.grads = Grads(grads.pending, True, grads.reducing, grads.reduced)
 
 
 def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
@@ -43,7 +43,8 @@ def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
 
 def outstanding_grads(spec: ModelSpec, grads: Grads) -> tuple[UnitId, ...]:
     """Return the trainable units with a forward use that waits for its backward, ascending."""
-    return tuple(unit for unit in grads.pending.non_zero() if spec.trainable >> unit & 1)
+    units = map(UnitId, range(len(spec.units) if grads.pending.bits else 0))
+    return tuple(unit for unit in units if spec.trainable >> unit & 1 and num_pending(spec, grads, unit))
 
 
 def finish_grads(draft: Draft) -> None:

@@ -130,14 +130,13 @@ def _close_order(draft: Draft) -> None:
     if draft.recording:
         learned = commit_order(draft.recording, draft.spec.numels, draft.window.peak_open_nbytes)
     elif len(draft.walks) == 1 and draft.walks[0].execution_cursor:
-        walk = draft.walks[0]
-        learned, validated = walk.execution_order, walk.execution_order.items[: walk.execution_cursor]
+        walk, learned = draft.walks[0], draft.walks[0].execution_order
         if walk.next_item() is None:
             draft.window = replace(draft.window, num_divergences=0)
         else:
             got, rest = "got the end of the iteration (incomplete)", "what came is kept, and replayed next."
             report_divergence(draft, walk, got, rest)
-            learned = commit_order(validated, draft.spec.numels, learned.min_nbytes)
+            learned = commit_order(learned.items[: walk.execution_cursor], draft.spec.numels, learned.min_nbytes)
     key, num_divergences, outcome = draft.window.key, draft.window.num_divergences, None
     if learned is not None:
         stays_on_demand = num_divergences >= MAX_DIVERGENCES

@@ -38,31 +38,32 @@ WIDTH, MAX_COUNT = 32, (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A count for each unit, ``WIDTH`` bits each in one int, so that a change costs the same with many units."""
+    """A count for each index, ``WIDTH`` bits each in one int: no operation runs more code when there are more."""
 
     bits: int = 0
 
-    def of(self, unit: UnitId) -> int:
-        """Return the unit's count."""
-        return self.bits >> WIDTH * unit & MAX_COUNT
+    def of(self, index: int) -> int:
+        """Return the count at ``index``."""
+        return self.bits >> WIDTH * index & MAX_COUNT
 
-    def add(self, unit: UnitId, change: int) -> "Counts":
-        """Return the counts with ``change`` added to the unit's, which stays between 0 and ``MAX_COUNT``."""
-        return Counts(self.bits + (change << WIDTH * unit))
+    def add(self, index: int, change: int) -> "Counts":
+        """Return the counts with ``change`` added to one, which stays between 0 and ``MAX_COUNT``."""
+        return Counts(self.bits + (change << WIDTH * index))
 
-    def non_zero(self) -> tuple[UnitId, ...]:
-        """Return the units whose count is not zero, ascending."""
-        units = map(UnitId, range(-(-self.bits.bit_length() // WIDTH)))
-        return tuple(unit for unit in units if self.of(unit))
+    def next_non_zero(self, index: int) -> int | None:
+        """Return the first index at or after ``index`` whose count is not zero, None if there is none."""
+        rest = self.bits >> WIDTH * index
+        return index + ((rest & -rest).bit_length() - 1) // WIDTH if rest else None
 
 
 @dataclass(frozen=True, slots=True)
 class Grads:
     """Gradients of the running iteration.
 
-    ``pending`` counts forward uses that will have a backward which has not closed. ``started``: whether any backward
-    use has opened or any reduction was launched. ``reducing`` are the reductions in flight, oldest first. ``reduced``
-    is the set of units with a main gradient, as the bits of an int.
+    ``pending`` counts forward uses that will have a backward which has not closed, by the unit's place in
+    ``ModelSpec.backward``; see ``num_pending``. ``started``: whether any backward use has opened or any reduction was
+    launched. ``reducing`` are the reductions in flight, oldest first, ``reduced`` the units with a main gradient, as
+    the bits of an int.
     """
 
     pending: Counts = Counts()

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room
+from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room, num_pending
 from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.errors import GradientError, HookOrderError, unexpected
 from functional_fsdp.core.gradients import expect_backward, reduce_grads, start_backward
@@ -126,7 +126,7 @@ def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: 
     index = draft.index(unit)
     if index >= 0 and draft.live[index].open_uses[phase_index(Phase.BACKWARD)]:
         raise HookOrderError(unexpected(where, "no open BACKWARD use", "one", "call post_backward first"))
-    expect_backward(draft, unit, -draft.grads.pending.of(unit))
+    expect_backward(draft, unit, -num_pending(spec, draft.grads, unit))
     reduce_grads(draft, unit, missing)
     return draft.transition()
 
@@ -160,7 +160,7 @@ def post_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: t
     """Close a BACKWARD use; the last that the unit's gradients wait for reduces them, as ``grads_complete``."""
     draft = Draft(spec, state, "post_backward", unit)
     _close(draft, unit, Phase.BACKWARD)
-    if spec.trainable >> unit & 1 and not draft.grads.pending.of(unit):
+    if spec.trainable >> unit & 1 and not num_pending(spec, draft.grads, unit):
         reduce_grads(draft, unit, missing)
     return draft.transition()
 

@@ -59,10 +59,12 @@ def look_ahead(draft: Draft, phase: Phase) -> None:
         taken = sum(spec.numels[u.unit] for u in draft.live if walk.next_position(u.unit) < position)
     while taken < budget and position < len(items):
         item = items[position]
-        if isinstance(item, Boundary):
+        if column and pending.next_non_zero(position) != position:
+            position = (pending.next_non_zero(position) or len(items)) - 1
+        elif isinstance(item, Boundary):
             if item.host_sync:
                 break
-        elif not column or pending.of(item.unit):
+        else:
             if not prefetch(draft, item.unit, phase_index(item.phase)):
                 break
             taken += spec.numels[item.unit]

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from functional_fsdp.core.draft import num_pending
 from functional_fsdp.core.effects import Effect, Install, PackGrads, Report, Reset, Reshard, Unshard
 from functional_fsdp.core.ids import Boundary, Phase, UnitId
 from functional_fsdp.core.order import Walk
@@ -122,7 +123,7 @@ class TraceChecker:
             yield f"T7: {effect}: it does not train"
         if any(u.unit == unit and u.open_uses[BACKWARD] for u in after.live):
             yield f"T2: {effect}: a backward use of it is open"
-        if isinstance(iteration, Running) and iteration.grads.pending.of(unit):
+        if isinstance(iteration, Running) and num_pending(self.spec, iteration.grads, unit):
             yield f"T7: {effect}: a forward use of it waits for its backward"
 
     def _check_closed(self, before: FsdpState, after: FsdpState, effects: tuple[Effect, ...]) -> Iterable[str]:
@@ -167,7 +168,7 @@ class TraceChecker:
                 if isinstance(item, Boundary):
                     if item.host_sync:
                         yield f"T4: lookahead passed {item}"
-                elif not index or iteration.grads.pending.of(item.unit):
+                elif not index or num_pending(self.spec, iteration.grads, item.unit):
                     promised.add(item.unit)
                     # A backward walk may have passed over a unit before a forward use of it began to wait: no promise.
                     kept |= set() if index else {item.unit}
