@@ -20,13 +20,12 @@ def num_pending(spec: ModelSpec, grads: Grads, unit: UnitId) -> int:
 
 
 class Draft:
-    """The fields of a running state, open to change until the hook that made it returns ``transition()``.
+    """The fields of a running state, open to change until its hook returns ``transition()``; it never leaves that hook.
 
-    It never leaves its hook, so a hook that raises has changed nothing. Alternatives considered: passing the fields to
-    each function and back makes a record for each change, and is longer and slower.
+    Alternatives considered: passing the fields to each function and back makes a record for each change.
     """
 
-    __slots__ = ("effects", "grads", "live", "orders", "recording", "spec", "walks", "window")
+    __slots__ = ("effects", "live", "orders", "spec", *Running.__slots__)
 
     def __init__(self, spec: ModelSpec, state: FsdpState, hook: str, unit: UnitId | None = None) -> None:
         running = state.iteration
@@ -37,8 +36,9 @@ class Draft:
             instead = "call it inside `with fsdp.iteration(state, key=...)`"
             raise IterationError(unexpected(where, "a running iteration", "none", instead))
         self.spec, self.orders, self.live = spec, state.orders, state.live
-        self.window, self.walks = running.window, running.walks
-        self.recording, self.grads = running.recording, running.grads
+        self.key, self.depth, self.num_divergences = running.key, running.depth, running.num_divergences
+        self.walks, self.recording, self.peak_open_nbytes = running.walks, running.recording, running.peak_open_nbytes
+        self.grads, self.closed, self.outcome = running.grads, running.closed, running.outcome
         self.effects: list[Effect] = []
 
     def index(self, unit: UnitId) -> int:
@@ -56,13 +56,10 @@ class Draft:
         """Return the bytes of the full storage of some units."""
         return sum(self.spec.units[unit_state.unit].nbytes for unit_state in live)
 
-    def open_nbytes(self) -> int:
-        """Return the bytes of all units with an open use."""
-        return self.nbytes(unit_state for unit_state in self.live if unit_state.is_open)
-
     def transition(self) -> Transition:
         """Return the next state and the effects."""
-        running = Running(self.window, self.walks, self.recording, self.grads)
+        counts = self.depth, self.num_divergences, self.peak_open_nbytes
+        running = Running(self.key, self.walks, self.recording, self.grads, *counts, self.closed, self.outcome)
         return Transition(FsdpState(self.orders, self.live, running), tuple(self.effects))
 
 
@@ -116,10 +113,11 @@ def make_room(draft: Draft, unit: UnitId) -> None:
     never comes here with a promise outstanding.
     """
     spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
-    needed = draft.open_nbytes() + spec.units[unit].nbytes
+    open_units = [u for u in draft.live if u.is_open]
+    needed = draft.nbytes(open_units) + spec.units[unit].nbytes
     if budget is not None and needed > budget:
         where, expected = f"open_use({spec.name(unit)})", f"the open units to fit max_unsharded_nbytes={budget}"
-        got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in draft.live if u.is_open)} open"
+        got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in open_units)} open"
         raise ByteBudgetError(unexpected(where, expected, got, f"raise the budget to at least {needed}"))
     while not _evict(draft, unit):
         held = (u.unit for u in draft.live if not u.is_open and is_promised(draft, u.unit))

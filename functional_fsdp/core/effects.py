@@ -1,9 +1,7 @@
 """Effects: what the interpreter has to do, as frozen records in a closed union.
 
 Effects are applied in list order. Two effects on one stream run in that order; across streams only a wait orders them.
-On one communicator collectives run in the order in which the host launches them. Gathers and reductions have a
-communicator each, so a late reduction delays no gather.
-
+On one communicator collectives run in the order in which the host launches them; gathers and reductions have one each.
 Within one hook: own gather, wait, install, then the gathers of lookahead, so that a demanded gather queues behind at
 most what was launched before. A release waits for every stream that used the unit. A staging slot is waited for before
 it is packed again. ``str(effect)`` is one stable line: its place in a trace and in an error message.

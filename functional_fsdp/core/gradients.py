@@ -1,7 +1,6 @@
-"""Gradients: when a unit's are complete, and the life of a reduction.
+"""Gradients: a unit's are complete when every forward use that will have a backward has closed it.
 
-A unit's gradients are complete when every forward use that will have a backward has closed it. That is decided by uses,
-so it is equal on all ranks whichever parameters got a gradient.
+That is decided by uses, so it is equal on all ranks whichever parameters got a gradient.
 """
 
 from functional_fsdp.core.draft import Draft, num_pending

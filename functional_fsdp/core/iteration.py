@@ -1,7 +1,5 @@
 """Hooks for the iteration: entering, marking, closing, leaving; and what a key learns from it."""
 
-from dataclasses import replace
-
 from functional_fsdp.core.draft import Draft, release
 from functional_fsdp.core.effects import OrderAfterUpdate, Report, Reset
 from functional_fsdp.core.errors import GradientError, HookOrderError, IterationError, unexpected
@@ -10,7 +8,7 @@ from functional_fsdp.core.ids import Boundary, Item, Key, Phase, check_key
 from functional_fsdp.core.order import CommittedOrder, Recording, Walk, commit_order
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.spec import ModelSpec
-from functional_fsdp.core.state import FsdpState, Residency, Running, StoredOrder, Transition, UnitState, Window
+from functional_fsdp.core.state import FsdpState, Residency, Running, StoredOrder, Transition, UnitState
 from functional_fsdp.core.walks import follow, report_divergence
 
 MAX_DIVERGENCES = 3
@@ -25,11 +23,12 @@ def begin_iteration(spec: ModelSpec, state: FsdpState, key: Key | None, *, rerec
         ValueError: ``key`` cannot name a schedule.
     """
     if isinstance(state.iteration, Running):
-        running = state.iteration.window.key
-        if key is not None and check_key(key) != running:
-            where, expected = f"begin_iteration(key={key!r})", f"the running iteration's key {running!r} or none"
+        draft = Draft(spec, state, "begin_iteration")
+        if key is not None and check_key(key) != draft.key:
+            where, expected = f"begin_iteration(key={key!r})", f"the running iteration's key {draft.key!r} or none"
             raise IterationError(unexpected(where, expected, "another", "end that iteration, or join it"))
-        return _deepen(Draft(spec, state, "begin_iteration"), 1)
+        draft.depth += 1
+        return draft.transition()
     if key is None:
         expected, instead = "a key, since no iteration is running to join", 'name the schedule, e.g. key="train"'
         raise IterationError(unexpected("begin_iteration", expected, "None", instead))
@@ -41,8 +40,8 @@ def begin_iteration(spec: ModelSpec, state: FsdpState, key: Key | None, *, rerec
     elif stored is not None and stored.committed is not None:
         walks = (Walk(stored.committed),)
     recording: Recording[Item] | None = None if walks or stored is not None else Recording()
-    window = Window(key, num_divergences=stored.num_divergences if stored else 0)
-    return Transition(FsdpState(state.orders, (), Running(window, walks, recording)), (OrderAfterUpdate(),))
+    running = Running(key, walks, recording, num_divergences=stored.num_divergences if stored else 0)
+    return Transition(FsdpState(state.orders, (), running), (OrderAfterUpdate(),))
 
 
 def boundary(spec: ModelSpec, state: FsdpState, name: str, *, host_sync: bool = False) -> Transition:
@@ -68,7 +67,7 @@ def finish_grad_sync(spec: ModelSpec, state: FsdpState) -> Transition:
         DivergenceError: uses of a replay are missing and the policy says to raise.
     """
     draft = Draft(spec, state, "finish_grad_sync")
-    if draft.window.closed:
+    if draft.closed:
         return draft.transition()
     _check_nothing_open(draft, "finish_grad_sync")
     for unit in outstanding_grads(spec, draft.grads):
@@ -88,28 +87,24 @@ def end_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
         DivergenceError: uses of a replay are missing and the policy says to raise.
     """
     draft = Draft(spec, state, "end_iteration")
-    if draft.window.depth > 1:
-        return _deepen(draft, -1)
+    if draft.depth > 1:
+        draft.depth -= 1
+        return draft.transition()
     _check_nothing_open(draft, "end_iteration")
-    if draft.grads.started and not draft.window.closed:
+    if draft.grads.started and not draft.closed:
         got, instead = "a backward without finish_grad_sync", "call it before the iteration ends"
         raise GradientError(unexpected("end_iteration", "gradients to be synchronised", got, instead))
-    if not draft.window.closed:
+    if not draft.closed:
         _close_order(draft)
-    orders, outcome = {stored.key: stored for stored in state.orders}, draft.window.outcome
-    if outcome is not None:
-        orders[outcome.key] = outcome
+    orders = {stored.key: stored for stored in state.orders}
+    if draft.outcome is not None:
+        orders[draft.key] = draft.outcome
     return Transition(FsdpState(tuple(orders.values())), tuple(draft.effects))
 
 
 def abort_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
     """Return to the state before the iteration, whatever was under way; allowed at any time."""
     return Transition(FsdpState(state.orders), (Reset(),))
-
-
-def _deepen(draft: Draft, change: int) -> Transition:
-    draft.window = replace(draft.window, depth=draft.window.depth + change)
-    return draft.transition()
 
 
 def _check_nothing_open(draft: Draft, hook: str) -> None:
@@ -128,23 +123,23 @@ def _close_order(draft: Draft) -> None:
     """
     learned: CommittedOrder | None = None
     if draft.recording:
-        learned = commit_order(draft.recording, draft.spec.numels, draft.window.peak_open_nbytes)
+        learned = commit_order(draft.recording, draft.spec.numels, draft.peak_open_nbytes)
     elif len(draft.walks) == 1 and draft.walks[0].execution_cursor:
         walk, learned = draft.walks[0], draft.walks[0].execution_order
         if walk.next_item() is None:
-            draft.window = replace(draft.window, num_divergences=0)
+            draft.num_divergences = 0
         else:
             got, rest = "got the end of the iteration (incomplete)", "what came is kept, and replayed next."
             report_divergence(draft, walk, got, rest)
             learned = commit_order(learned.items[: walk.execution_cursor], draft.spec.numels, learned.min_nbytes)
-    key, num_divergences, outcome = draft.window.key, draft.window.num_divergences, None
     if learned is not None:
-        stays_on_demand = num_divergences >= MAX_DIVERGENCES
-        outcome = StoredOrder(key, None if stays_on_demand else learned, num_divergences)
+        stays_on_demand = draft.num_divergences >= MAX_DIVERGENCES
+        draft.outcome = StoredOrder(draft.key, None if stays_on_demand else learned, draft.num_divergences)
         if stays_on_demand:
-            message = f"key {key!r}: {num_divergences} iterations in a row left their order; it stays on demand from "
+            message = (
+                f"key {draft.key!r}: {MAX_DIVERGENCES} iterations in a row left their order; it stays on demand from "
+            )
             message += "now on. Give each schedule a key of its own, or begin with rerecord=True."
             draft.effects.append(Report(message))
-    draft.window = replace(draft.window, closed=True, outcome=outcome)
-    draft.walks, draft.recording = (), None
+    draft.closed, draft.walks, draft.recording = True, (), None
     release(draft)

@@ -1,10 +1,9 @@
 """Element ranges: where each parameter lies in its unit's flat storage, and which rank holds what.
 
 A unit's parameters are laid end to end in *buckets*, one for each dtype and for trainable or frozen, so that one
-collective moves a bucket and the result is read in place::
+collective moves a bucket and the result is read in place. A bucket of float32 on two ranks, 0..8 and 8..16::
 
-    bucket float32, 2 ranks:   | weight 0..6 | bias 6..9 | pad 9..16 |
-                                 rank 0: 0..8   rank 1: 8..16
+    | weight 0..6 | bias 6..9 | pad 9..16 |
 
 Padding only aligns each rank's start. Alternatives considered: sharding each parameter along its first dim (FSDP2)
 needs a copy after each gather and before each reduction.

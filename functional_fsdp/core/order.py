@@ -31,10 +31,9 @@ class ExecutionOrder(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class IterationOrder(Generic[T]):
-    """One iteration's place in an execution order, which all records that follow it share.
+    """One iteration's place in an execution order.
 
-    ``execution_cursor`` is the position of the next item to validate, ``prefetch_cursor`` one past the last item that
-    lookahead has passed; passing is a promise.
+    The execution cursor is at the next item to validate, the prefetch cursor one past the last that lookahead passed.
     """
 
     execution_order: ExecutionOrder[T]
@@ -107,9 +106,8 @@ class Recording(Generic[T]):
     """A growing sequence that stays linear in time and memory.
 
     The sizes of the blocks are the binary digits of the length, largest first: appending merges equal blocks as a carry
-    does, so an item is copied at most log2(length) times, and equal sequences have equal blocks.
-
-    Alternatives considered: a growing tuple is quadratic; a cons list overflows the stack in ``==`` and pickling.
+    does, so equal sequences have equal blocks. Alternatives considered: a growing tuple is quadratic; a cons list
+    overflows the stack in ``==`` and pickling.
     """
 
     blocks: tuple[tuple[T, ...], ...] = ()

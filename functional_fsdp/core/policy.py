@@ -36,17 +36,18 @@ class PrefetchPolicy:
     on_divergence: OnDivergence = "continue"
 
     def __post_init__(self) -> None:
-        where, instead = "PrefetchPolicy.order", "pass PrefetchOrder.REGISTRATION or PrefetchOrder.RECORDED"
-        if not isinstance(self.order, PrefetchOrder):
-            raise ValueError(unexpected(where, "a PrefetchOrder", repr(self.order), instead))
+        self._check("order", isinstance(self.order, PrefetchOrder), "a PrefetchOrder", "pass one of its two members")
+        instead = "0 takes no successor, None means one successor (or no bound on bytes)"
         for name in ("forward_numel", "backward_numel", "max_unsharded_nbytes"):
-            where, value = f"PrefetchPolicy.{name}", getattr(self, name)
-            instead = "0 takes no successor, None means one successor (or no bound on bytes)"
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(unexpected(where, "None or an int of at least 0", repr(value), instead))
-        where, instead = "PrefetchPolicy.on_divergence", "choose whether to report a divergence or to raise"
-        if self.on_divergence not in ("continue", "raise"):
-            raise ValueError(unexpected(where, "'continue' or 'raise'", repr(self.on_divergence), instead))
+            value = getattr(self, name)
+            is_budget = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+            self._check(name, is_budget, "None or an int of at least 0", instead)
+        is_known = self.on_divergence in ("continue", "raise")
+        self._check("on_divergence", is_known, "'continue' or 'raise'", "choose to report a divergence or to raise")
+
+    def _check(self, name: str, is_right: bool, expected: str, instead: str) -> None:
+        if not is_right:
+            raise ValueError(unexpected(f"PrefetchPolicy.{name}", expected, repr(getattr(self, name)), instead))
 
     def budget(self, phase: Phase) -> int:
         """Return the element budget of a use; one successor is one element, since a unit with weights has one."""

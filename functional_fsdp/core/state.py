@@ -82,35 +82,25 @@ class StoredOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What stays the same while no use opens or closes.
-
-    ``depth`` counts the iterations entered and not left; those inside the first joined it. ``num_divergences`` counts
-    iterations in a row that left the order, ``peak_open_nbytes`` the bytes of the largest set of units open together
-    while recording. ``closed``: whether the order is. ``outcome`` is what the key stores in the end, None if no news.
-    """
-
-    key: Key
-    depth: int = 1
-    num_divergences: int = 0
-    peak_open_nbytes: int = 0
-    closed: bool = False
-    outcome: StoredOrder | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Running:
     """Inside an iteration.
 
     ``walks`` are what lookahead follows: of a replay a strict one, where each item must be the next; under REGISTRATION
     a forward and a backward one that are not strict; none if it records or gathers on demand. ``recording`` is what
-    happened so far, None if that is not recorded.
+    happened so far, None if that is not recorded, ``peak_open_nbytes`` the largest set of units open together.
+    ``num_divergences`` counts iterations in a row that left the order, ``depth`` those entered and not left, which
+    joined the first. When the order is ``closed``, ``outcome`` is what the key will store, None if nothing new.
     """
 
-    window: Window
+    key: Key
     walks: tuple[Walk, ...]
     recording: Recording[Item] | None
     grads: Grads = Grads()
+    depth: int = 1
+    num_divergences: int = 0
+    peak_open_nbytes: int = 0
+    closed: bool = False
+    outcome: StoredOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ nothing. Hooks raise ``IterationError`` when no iteration is running, and ``Hook
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room, num_pending
@@ -68,8 +67,9 @@ def open_use(
     draft.put(index, _with_open(unit_state, column, 1))
     if not num_open and not evaluating:
         look_ahead(draft, phase)
-        if draft.recording is not None and draft.open_nbytes() > draft.window.peak_open_nbytes:
-            draft.window = replace(draft.window, peak_open_nbytes=draft.open_nbytes())
+        if draft.recording is not None:
+            nbytes = draft.nbytes(u for u in draft.live if u.is_open)
+            draft.peak_open_nbytes = max(draft.peak_open_nbytes, nbytes)
     if phase is Phase.BACKWARD:
         _check_takes_grads(draft, "open_use", unit)
         start_backward(draft, unit, num_open)
@@ -182,7 +182,7 @@ def backward_end(spec: ModelSpec, state: FsdpState, still_open: Iterable[StillOp
 
 
 def _check_takes_grads(draft: Draft, hook: str, unit: UnitId) -> None:
-    if draft.window.closed and draft.spec.trainable >> unit & 1:
+    if draft.closed and draft.spec.trainable >> unit & 1:
         where, instead = f"{hook}({draft.spec.name(unit)})", "run every backward before it, or in the next iteration"
         raise GradientError(unexpected(where, "no gradients after finish_grad_sync", "more", instead))
 

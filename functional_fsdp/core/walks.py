@@ -4,7 +4,6 @@ A use out of a strict order is a divergence: it is reported, unused gathers are 
 is on demand, and recorded so that the next one replays at once.
 """
 
-from dataclasses import replace
 from functools import reduce
 
 from functional_fsdp.core.draft import Draft, prefetch, release
@@ -84,16 +83,16 @@ def _diverge(draft: Draft, walk: Walk, item: Item) -> None:
 
 def report_divergence(draft: Draft, walk: Walk, observed: str, rest: str) -> None:
     """Report that an iteration left its order and count it, or raise ``DivergenceError`` if the policy says so."""
-    window, order, expected = draft.window, walk.execution_order, walk.next_item()
+    order, expected = walk.execution_order, walk.next_item()
     message = (
-        f"key {window.key!r}, position {walk.execution_cursor} of {len(order)}: expected "
+        f"key {draft.key!r}, position {walk.execution_cursor} of {len(order)}: expected "
         f"{'the end of the iteration' if expected is None else describe(draft, expected)}, {observed}; "
     )
     if draft.spec.policy.on_divergence == "raise":
         raise DivergenceError(message + "run the recorded schedule, or begin with rerecord=True or another key.")
     draft.effects.append(Report(message + rest))
-    peak = max(window.peak_open_nbytes, order.min_nbytes)
-    draft.window = replace(window, num_divergences=window.num_divergences + 1, peak_open_nbytes=peak)
+    draft.num_divergences += 1
+    draft.peak_open_nbytes = max(draft.peak_open_nbytes, order.min_nbytes)
 
 
 def describe(draft: Draft, item: Item) -> str:

@@ -131,8 +131,8 @@ class TraceChecker:
         if Reset() in effects:
             self._unreduced.clear()
         was, now = before.iteration, after.iteration
-        closes = isinstance(now, Running) and now.window.closed
-        if isinstance(was, Running) and (isinstance(now, Idle) or (closes and not was.window.closed)):
+        closes = isinstance(now, Running) and now.closed
+        if isinstance(was, Running) and (isinstance(now, Idle) or (closes and not was.closed)):
             missing = sorted(self._unreduced)
             if isinstance(now, Running):
                 missing += [u for u in _bits(self.spec.trainable) if u not in self.table.main_grads]
@@ -218,7 +218,7 @@ def _check_orders(before: FsdpState, after: FsdpState, effects: tuple[Effect, ..
     if Reset() in effects and (after != FsdpState(before.orders) or effects != (Reset(),)):
         yield "T9: an abort gives back the state before the iteration, by one effect"
     if isinstance(before.iteration, Running) and isinstance(after.iteration, Idle):
-        key = before.iteration.window.key
+        key = before.iteration.key
         if [o for o in before.orders if o.key != key] != [o for o in after.orders if o.key != key]:
             yield f"T10: an iteration of {key!r} changed the order of another key"
     elif before.orders != after.orders:

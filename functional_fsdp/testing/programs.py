@@ -89,7 +89,7 @@ class Player:
             BrokenInvariant: the hook broke an invariant.
         """
         iteration = self.state.iteration
-        if played.hook == "finish_grad_sync" and isinstance(iteration, Running) and not iteration.window.closed:
+        if played.hook == "finish_grad_sync" and isinstance(iteration, Running) and not iteration.closed:
             for unit in outstanding_grads(self.spec, iteration.grads):
                 self.play(call("grads_complete", unit))
         before = self.state

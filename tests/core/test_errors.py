@@ -263,13 +263,12 @@ def bad_parent() -> object:
         ),
         (
             lambda: PrefetchPolicy(order="recorded"),  # type: ignore[arg-type]
-            "PrefetchPolicy.order: expected a PrefetchOrder, got 'recorded'; "
-            "pass PrefetchOrder.REGISTRATION or PrefetchOrder.RECORDED.",
+            "PrefetchPolicy.order: expected a PrefetchOrder, got 'recorded'; pass one of its two members.",
         ),
         (
             lambda: PrefetchPolicy(on_divergence="stop"),  # type: ignore[arg-type]
             "PrefetchPolicy.on_divergence: expected 'continue' or 'raise', got 'stop'; "
-            "choose whether to report a divergence or to raise.",
+            "choose to report a divergence or to raise.",
         ),
     ],
 )

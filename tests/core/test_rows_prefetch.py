@@ -281,3 +281,16 @@ def test_byte_budget_of_an_order_is_known_when_it_is_committed() -> None:
     for _ in range(2):
         iterate(fitting, step(model(A, Node(B, (Node(A),)))))
     assert fitting.checker.table.peak_nbytes <= 112
+
+
+@pytest.mark.parametrize(("numel", "peak"), [(0, 48), (None, 80), (9, 112), (1000, 112)])
+def test_peak_is_the_largest_open_and_promised_set(numel: int | None, peak: int) -> None:
+    """The root, the layer in use, and the successors that the budget takes."""
+    player = Player(small_spec(THREE, PrefetchPolicy(PrefetchOrder.RECORDED, numel, numel)))
+    calls = step(model(A, B, C))
+    iterate(player, calls)
+    assert player.checker.table.peak_nbytes == 48, "on demand"
+    iterate(player, calls)
+    assert player.checker.table.peak_nbytes == peak
+    sizes = [sum(player.spec.units[u.unit].nbytes for u in state.live) for state in player.states]
+    assert max(sizes) == peak
