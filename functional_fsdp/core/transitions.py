@@ -105,7 +105,7 @@ def _close(draft: Draft, unit: UnitId, phase: Phase, has_backward: bool = False)
         let_go(draft, closed)
     if phase is Phase.BACKWARD:
         expect_backward(draft, unit, -1)
-    elif has_backward and phase is Phase.FORWARD:
+    elif has_backward and phase is Phase.FORWARD and not draft.closed:
         expect_backward(draft, unit, 1)
 
 

@@ -16,10 +16,11 @@ from functional_fsdp.core.errors import (
     IterationError,
     unexpected,
 )
+from functional_fsdp.core.gradients import outstanding_grads
 from functional_fsdp.core.ids import Phase, UnitId, check_key
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
 from functional_fsdp.core.spec import UnitSpec, model_spec
-from functional_fsdp.core.state import FsdpState
+from functional_fsdp.core.state import FsdpState, Running
 from functional_fsdp.core.transitions import close_use, finish_grad_sync, open_use
 from functional_fsdp.testing.programs import Node, Player, backward, forward, small_spec
 
@@ -183,6 +184,8 @@ def test_gradient_after_the_order_is_closed() -> None:
         player(hook, A)
     for played in forward(Node(B)):
         player.play(played)
+    assert isinstance(player.state.iteration, Running)
+    assert outstanding_grads(player.spec, player.state.iteration.grads) == (), "no backward of it can come"
     player("finish_grad_sync")
     player("end_iteration")
 
