@@ -40,14 +40,19 @@ class _Average:
 
     def wait(self) -> None:
         self._work.wait()
-        receive, main_grad = self._receive, self._main_grad
-        num_ranks = receive.shape[0]
+        main_grad, parts = self._main_grad, self._receive.unbind()
         if self._accumulate:
-            main_grad.add_(receive.sum(0), alpha=1 / num_ranks)
-        else:
-            torch.sum(receive, 0, out=main_grad)
-            if num_ranks > 1:
-                main_grad.mul_(1 / num_ranks)
+            for part in parts:
+                main_grad.add_(part, alpha=1 / len(parts))
+            return
+        # Written out, since torch.sum over the outer dim takes five times as long.
+        if len(parts) == 1:
+            main_grad.copy_(parts[0])
+            return
+        torch.add(parts[0], parts[1], out=main_grad)
+        for part in parts[2:]:
+            main_grad.add_(part)
+        main_grad.mul_(1 / len(parts))
 
 
 class _Recorded:
