@@ -50,6 +50,14 @@ class Counts:
         """Return the counts with ``change`` added to one, which stays between 0 and ``MAX_COUNT``."""
         return Counts(self.bits + (change << WIDTH * index))
 
+    def __repr__(self) -> str:
+        # Not the int: Python refuses to print one of so many digits.
+        counts, index = [], self.next_non_zero(0)
+        while index is not None:
+            counts.append(f"{index}: {self.of(index)}")
+            index = self.next_non_zero(index + 1)
+        return f"Counts({', '.join(counts)})"
+
     def next_non_zero(self, index: int) -> int | None:
         """Return the first index at or after ``index`` whose count is not zero, None if there is none."""
         rest = self.bits >> WIDTH * index
