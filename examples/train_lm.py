@@ -30,6 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+if __name__ == "__main__":
+    # Importing torch takes seconds, in which Python would answer Ctrl-C with a traceback. Without its handler the
+    # process just ends; `Interrupt` takes over once there is a step to finish.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
