@@ -5,11 +5,11 @@ Prefetching and keeping are this one decision.
 """
 
 from collections.abc import Iterable
-from math import inf
 
 from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.errors import ByteBudgetError, IterationError, unexpected
 from functional_fsdp.core.ids import UnitId
+from functional_fsdp.core.order import NEVER
 from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.core.state import FsdpState, Grads, Residency, Running, Transition, UnitState
 
@@ -89,15 +89,6 @@ def release(draft: Draft, keep: UnitId | None = None) -> None:
             let_go(draft, unit_state)
 
 
-def prefetch(draft: Draft, unit: UnitId, column: int) -> bool:
-    """Make the unit resident or in flight for a later use, and return whether there was room for it."""
-    if draft.spec.numels[unit] and draft.index(unit) < 0:
-        if not _evict(draft, unit):
-            return False
-        gather(draft, unit, column)
-    return True
-
-
 def gather(draft: Draft, unit: UnitId, column: int) -> None:
     """Launch the gather of a resting unit, which becomes the last live one; ``column`` is the phase's."""
     if draft.spec.numels[unit]:
@@ -119,7 +110,7 @@ def make_room(draft: Draft, unit: UnitId) -> None:
         where, expected = f"open_use({spec.name(unit)})", f"the open units to fit max_unsharded_nbytes={budget}"
         got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in open_units)} open"
         raise ByteBudgetError(unexpected(where, expected, got, f"raise the budget to at least {needed}"))
-    while not _evict(draft, unit):
+    while not evict(draft, unit):
         held = (u.unit for u in draft.live if not u.is_open and is_promised(draft, u.unit))
         furthest = max(held, key=lambda u: _distance(draft, u))
         draft.walks = tuple(
@@ -127,7 +118,7 @@ def make_room(draft: Draft, unit: UnitId) -> None:
         )
 
 
-def _evict(draft: Draft, unit: UnitId) -> bool:
+def evict(draft: Draft, unit: UnitId) -> bool:
     """Free what is neither open nor promised, furthest next use first, until ``unit`` fits; nothing if it cannot."""
     spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
     if budget is None:
@@ -143,11 +134,6 @@ def _evict(draft: Draft, unit: UnitId) -> bool:
     return True
 
 
-def _distance(draft: Draft, unit: UnitId) -> float:
-    """Return how many items lie before the unit's next use, infinity if none comes."""
-    distances = (
-        walk.next_position(unit) - walk.execution_cursor
-        for walk in draft.walks
-        if walk.next_position(unit) < len(walk.execution_order)
-    )
-    return min(distances, default=inf)
+def _distance(draft: Draft, unit: UnitId) -> int:
+    """Return how many items lie before the unit's next use."""
+    return min((walk.next_position(unit) - walk.execution_cursor for walk in draft.walks), default=NEVER)

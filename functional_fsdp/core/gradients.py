@@ -10,10 +10,10 @@ from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec
 from functional_fsdp.core.state import Counts, Grads
 
 
-def expect_backward(draft: Draft, unit: UnitId, change: int) -> None:
-    """Note that ``change`` more forward uses of the unit wait for their backward."""
+def expect_backward(draft: Draft, unit: UnitId, change: int, starts: bool = False) -> None:
+    """Note that ``change`` more forward uses of the unit wait for their backward; ``starts``: that one opens."""
     grads, place = draft.grads, draft.spec.backward.positions[unit][0]
-    draft.grads = Grads(grads.pending.add(place, change), grads.started, grads.reducing, grads.reduced)
+    draft.grads = Grads(grads.pending.add(place, change), grads.started or starts, grads.reducing, grads.reduced)
 
 
 def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
@@ -21,11 +21,7 @@ def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
 
     One for which no forward use waits counts as its own: a second pass through one graph, or reentrant checkpointing.
     """
-    if num_pending(draft.spec, draft.grads, unit) <= num_open:
-        expect_backward(draft, unit, 1)
-    grads = draft.grads
-    if not grads.started:
-        draft.grads = Grads(grads.pending, True, grads.reducing, grads.reduced)
+    expect_backward(draft, unit, int(num_pending(draft.spec, draft.grads, unit) <= num_open), True)
 
 
 def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:

@@ -136,10 +136,8 @@ def _close_order(draft: Draft) -> None:
         stays_on_demand = draft.num_divergences >= MAX_DIVERGENCES
         draft.outcome = StoredOrder(draft.key, None if stays_on_demand else learned, draft.num_divergences)
         if stays_on_demand:
-            message = (
-                f"key {draft.key!r}: {MAX_DIVERGENCES} iterations in a row left their order; it stays on demand from "
-            )
-            message += "now on. Give each schedule a key of its own, or begin with rerecord=True."
+            message = f"key {draft.key!r}: {MAX_DIVERGENCES} iterations in a row left their order; it stays on demand "
+            message += "from now on. Give each schedule a key of its own, or begin with rerecord=True."
             draft.effects.append(Report(message))
     draft.closed, draft.walks, draft.recording = True, (), None
     release(draft)

@@ -12,6 +12,8 @@ from typing import Generic, Self, TypeVar
 from functional_fsdp.core.ids import Item, UnitId, Use
 
 T = TypeVar("T")
+NEVER = 1 << 62
+"""The position of what does not come: after the end of every order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ class Walk(IterationOrder[Item]):
     execution_order: CommittedOrder
 
     def next_position(self, unit: UnitId) -> int:
-        """Return the position of the unit's next use, the order's length if none comes."""
+        """Return the position of the unit's next use, NEVER if none comes."""
         positions = self.execution_order.positions[unit]
         index = bisect_left(positions, self.execution_cursor)
-        return positions[index] if index < len(positions) else len(self.execution_order.items)
+        return positions[index] if index < len(positions) else NEVER
 
 
 @dataclass(frozen=True, slots=True)

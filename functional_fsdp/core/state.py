@@ -1,7 +1,4 @@
-"""The state that hooks pass on: frozen, hashable, complete when made; equal states are equal values.
-
-Its invariants are numbered in ``functional_fsdp.testing.invariants``, which checks them.
-"""
+"""The state that hooks pass on, equal by value; ``functional_fsdp.testing.invariants`` checks what holds of it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -52,11 +49,8 @@ class Counts:
 
     def __repr__(self) -> str:
         # Not the int: Python refuses to print one of so many digits.
-        counts, index = [], self.next_non_zero(0)
-        while index is not None:
-            counts.append(f"{index}: {self.of(index)}")
-            index = self.next_non_zero(index + 1)
-        return f"Counts({', '.join(counts)})"
+        indices = range(self.bits.bit_length() // WIDTH + 1)
+        return f"Counts({', '.join(f'{index}: {self.of(index)}' for index in indices if self.of(index))})"
 
     def next_non_zero(self, index: int) -> int | None:
         """Return the first index at or after ``index`` whose count is not zero, None if there is none."""

@@ -1,19 +1,8 @@
 """The hooks of a training step: one pure function each, ``(spec, state, ...) -> (state, effects)``.
 
-=================  ====================================================================
-begin_iteration    chooses the walk; gathers are ordered after the optimizer's writes
-open_use           own gather, wait, install; *then* lookahead
-close_use          uninstall; release, unless another use is open or it is promised
-grads_complete     pack and reduce
-backward_end       closes the uses still open at the end of a backward pass
-boundary           an item of the order; with ``host_sync`` waits for gathers in flight
-finish_grad_sync   waits for the reductions; closes the order
-end_iteration      commits the order; nothing is live
-abort_iteration    the state before the iteration; one effect, ``Reset``
-=================  ====================================================================
-
-No transition reads the world: what PyTorch knows ambiently comes as a keyword argument. One that raises has changed
-nothing. Hooks raise ``IterationError`` when no iteration is running, and ``HookOrderError`` for a unit that is none.
+Here are those of a use; ``open_use`` and ``close_use`` are the heart, the others call them for one phase. Those of the
+iteration are in ``iteration``. What PyTorch knows ambiently comes as a keyword argument. A hook that raises has changed
+nothing; all raise ``IterationError`` when no iteration is running, and ``HookOrderError`` for a unit that is none.
 """
 
 from collections.abc import Iterable
@@ -77,22 +66,24 @@ def open_use(
 
 
 def close_use(
-    spec: ModelSpec, state: FsdpState, unit: UnitId, phase: Phase, *, has_backward: bool = False
+    spec: ModelSpec,
+    state: FsdpState,
+    unit: UnitId,
+    phase: Phase,
+    *,
+    has_backward: bool = False,
+    missing: tuple[int, ...] = (),
 ) -> Transition:
     """Close a use: compute issued so far was the last to read the unit's weights for it.
 
-    ``has_backward`` tells of a FORWARD use that its backward will come (its outputs require a gradient).
+    ``has_backward`` tells of a FORWARD use that its backward will come (its outputs require a gradient). The last
+    BACKWARD use that the unit's gradients wait for reduces them; ``missing`` as in ``grads_complete``.
 
     Raises:
         HookOrderError: no such use is open.
     """
-    draft = Draft(spec, state, "close_use", unit)
-    _close(draft, unit, phase, has_backward)
-    return draft.transition()
-
-
-def _close(draft: Draft, unit: UnitId, phase: Phase, has_backward: bool = False) -> None:
-    spec, column, index = draft.spec, phase_index(phase), draft.index(unit)
+    draft, column = Draft(spec, state, "close_use", unit), phase_index(phase)
+    index = draft.index(unit)
     if index < 0 or not draft.live[index].open_uses[column]:
         hook = f"{phase.value}({spec.name(unit)})"
         raise HookOrderError(unexpected(f"post_{hook}", f"an open {phase.name} use", "none", f"call pre_{hook} first"))
@@ -105,8 +96,11 @@ def _close(draft: Draft, unit: UnitId, phase: Phase, has_backward: bool = False)
         let_go(draft, closed)
     if phase is Phase.BACKWARD:
         expect_backward(draft, unit, -1)
+        if spec.trainable >> unit & 1 and not num_pending(spec, draft.grads, unit):
+            reduce_grads(draft, unit, missing)
     elif has_backward and phase is Phase.FORWARD and not draft.closed:
         expect_backward(draft, unit, 1)
+    return draft.transition()
 
 
 def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
@@ -157,12 +151,8 @@ def pre_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, outermost: 
 
 
 def post_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
-    """Close a BACKWARD use; the last that the unit's gradients wait for reduces them, as ``grads_complete``."""
-    draft = Draft(spec, state, "post_backward", unit)
-    _close(draft, unit, Phase.BACKWARD)
-    if spec.trainable >> unit & 1 and not num_pending(spec, draft.grads, unit):
-        reduce_grads(draft, unit, missing)
-    return draft.transition()
+    """Close a BACKWARD use; see ``close_use``."""
+    return close_use(spec, state, unit, Phase.BACKWARD, missing=missing)
 
 
 class StillOpen(NamedTuple):

@@ -6,11 +6,11 @@ is on demand, and recorded so that the next one replays at once.
 
 from functools import reduce
 
-from functional_fsdp.core.draft import Draft, prefetch, release
+from functional_fsdp.core.draft import Draft, evict, gather, release
 from functional_fsdp.core.effects import Report
 from functional_fsdp.core.errors import DivergenceError
 from functional_fsdp.core.ids import Boundary, Item, Phase, Use
-from functional_fsdp.core.order import Recording, Walk
+from functional_fsdp.core.order import NEVER, Recording, Walk
 from functional_fsdp.core.spec import phase_index
 
 
@@ -35,7 +35,7 @@ def _move(draft: Draft, use: Use, outermost: bool) -> None:
     resets = outermost if column else use.unit == 0
     walk = draft.walks[column].reset() if resets else draft.walks[column]
     position = walk.next_position(use.unit)
-    _set_walk(draft, column, walk.move_past(position) if position < len(walk.execution_order.items) else walk)
+    _set_walk(draft, column, walk.move_past(position) if position < NEVER else walk)
     if resets:
         # Units that the last walk jumped over have waited for a use in vain.
         release(draft, keep=use.unit)
@@ -64,8 +64,10 @@ def look_ahead(draft: Draft, phase: Phase) -> None:
             if item.host_sync:
                 break
         else:
-            if not prefetch(draft, item.unit, phase_index(item.phase)):
-                break
+            if spec.numels[item.unit] and draft.index(item.unit) < 0:
+                if not evict(draft, item.unit):
+                    break
+                gather(draft, item.unit, phase_index(item.phase))
             taken += spec.numels[item.unit]
         position += 1
         # The next eviction has to see this promise.
