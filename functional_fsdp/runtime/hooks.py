@@ -174,6 +174,8 @@ class UnitHooks:
         call = Call(self, phase, cell.token)
         if self._calls and self._calls[-1].token is not cell.token:
             # An interrupt left the forward of an aborted iteration without its hook.
+            for left in self._calls:
+                left.views.clear()
             self._calls.clear()
         self._calls.append(call)
         if not torch.is_grad_enabled():
@@ -208,9 +210,10 @@ class UnitHooks:
         cell = self._cell()
         if cell is None or cell.token is not call.token:
             # An exception leaves the forward after its iteration was aborted.
+            call.views.clear()
             return None
         output, has_backward = self._hook_output(call, output)
-        call.views = []
+        call.views.clear()
         has_backward = has_backward and call.phase is Phase.FORWARD
         cell.run(close_use, self.unit, call.phase, has_backward=has_backward)
         return output
