@@ -7,7 +7,8 @@
 Run from the repository's root. All contenders train the same model from the same weights on the same batches with AdamW
 under equal flags, and no option of theirs is set beyond which modules are units. They take turns step by step, and
 every other step in reversed order, so that what else the machine does hits all alike. Before each part the ranks meet
-at a barrier; a part takes as long as on the slowest rank. The floor is the plain model, each rank for itself.
+at a barrier; a part takes as long as on the slowest rank. A ratio is the median, over steps, of a contender's time over
+the other's in the same turn. The floor is the plain model, each rank for itself.
 
 Beside the times stand the all-gathers and the peak of unsharded bytes of one step; contenders.py says how they are
 counted.
@@ -142,19 +143,28 @@ def print_table(measurements: dict[str, Measurement]) -> None:
     for name, measurement in measurements.items():
         cells = ""
         for part in PARTS:
-            median_s = measurement.median_s(part)
-            ratios = [median_s / measurements[other].median_s(part) for other in (FSDP2, FLOOR)]
-            cells += f"{1e3 * median_s:>21.2f} {ratios[0]:>6.2f} {ratios[1]:>6.2f}"
+            to_fsdp2, to_floor = (ratio(measurement, measurements[other], part) for other in (FSDP2, FLOOR))
+            cells += f"{1e3 * measurement.median_s(part):>21.2f} {to_fsdp2:>6.2f} {to_floor:>6.2f}"
         print(f"{name:<16}{cells}{measurement.num_gathers:>9}{measurement.peak_unsharded_nbytes:>22,}")
     for other in (FSDP2, FLOOR):
-        ratios = pass_ratios(measurements, other, "step")
-        print(f"whole step, {OURS} / {other}, by pass: " + " ".join(f"{ratio:.3f}" for ratio in ratios))
+        by_pass = " ".join(f"{of_pass:.3f}" for of_pass in pass_ratios(measurements, other, "step"))
+        print(f"whole step, {OURS} / {other}, by pass: {by_pass}")
+
+
+def ratio(contender: Measurement, other: Measurement, part: Part) -> float:
+    """Return the median ratio of a contender to another over the steps of all passes."""
+    return statistics.median(ratio for ratios in turn_ratios(contender, other, part) for ratio in ratios)
+
+
+def turn_ratios(contender: Measurement, other: Measurement, part: Part) -> list[list[float]]:
+    """Return for each pass the ratios of the steps that the two took in the same turn."""
+    passes = zip(contender.passes, other.passes)
+    return [[sample.seconds(part) / beside.seconds(part) for sample, beside in zip(*pair)] for pair in passes]
 
 
 def pass_ratios(measurements: dict[str, Measurement], other: str, part: Part) -> list[float]:
-    """Return functional_fsdp's median over that of another contender, for each pass."""
-    pairs = zip(measurements[OURS].pass_medians_s(part), measurements[other].pass_medians_s(part))
-    return [ours_s / other_s for ours_s, other_s in pairs]
+    """Return functional_fsdp's median ratio to another contender for each pass."""
+    return [statistics.median(ratios) for ratios in turn_ratios(measurements[OURS], measurements[other], part)]
 
 
 def report(measurements: dict[str, Measurement], arguments: argparse.Namespace, shape: Shape) -> dict[str, object]:
@@ -179,9 +189,7 @@ def report(measurements: dict[str, Measurement], arguments: argparse.Namespace, 
             for name, measurement in measurements.items()
         },
         "ratios": {
-            f"{OURS}/{other}": {
-                part: measurements[OURS].median_s(part) / measurements[other].median_s(part) for part in PARTS
-            }
+            f"{OURS}/{other}": {part: ratio(measurements[OURS], measurements[other], part) for part in PARTS}
             | {"step_by_pass": pass_ratios(measurements, other, "step")}
             for other in (FSDP2, DDP, FLOOR)
         },
