@@ -1,7 +1,6 @@
-"""A running state while one hook works out the next, and which units stay in it.
+"""A running state while one hook works out the next, and which units stay in it: what is open or promised.
 
 Passing an item with the prefetch cursor is a promise: until the item is used, its unit is neither released nor evicted.
-Prefetching and keeping are this one decision.
 """
 
 from collections.abc import Iterable
@@ -20,10 +19,7 @@ def num_pending(spec: ModelSpec, grads: Grads, unit: UnitId) -> int:
 
 
 class Draft:
-    """The fields of a running state, open to change until its hook returns ``transition()``; it never leaves that hook.
-
-    Alternatives considered: passing the fields to each function and back makes a record for each change.
-    """
+    """The fields of a running state, open to change until its hook returns ``transition()``; it never leaves that hook."""
 
     __slots__ = ("effects", "live", "orders", "spec", *Running.__slots__)
 
@@ -37,7 +33,7 @@ class Draft:
             raise IterationError(unexpected(where, "a running iteration", "none", instead))
         self.spec, self.orders, self.live = spec, state.orders, state.live
         self.key, self.depth, self.num_divergences = running.key, running.depth, running.num_divergences
-        self.walks, self.recording, self.peak_open_nbytes = running.walks, running.recording, running.peak_open_nbytes
+        self.walks, self.recording, self.peak_open = running.walks, running.recording, running.peak_open
         self.grads, self.closed, self.outcome = running.grads, running.closed, running.outcome
         self.effects: list[Effect] = []
 
@@ -58,8 +54,9 @@ class Draft:
 
     def transition(self) -> Transition:
         """Return the next state and the effects."""
-        counts = self.depth, self.num_divergences, self.peak_open_nbytes
-        running = Running(self.key, self.walks, self.recording, self.grads, *counts, self.closed, self.outcome)
+        counts = self.depth, self.num_divergences
+        outcome = self.peak_open, self.closed, self.outcome
+        running = Running(self.key, self.walks, self.recording, self.grads, *counts, *outcome)
         return Transition(FsdpState(self.orders, self.live, running), tuple(self.effects))
 
 
@@ -99,9 +96,8 @@ def gather(draft: Draft, unit: UnitId, column: int) -> None:
 def make_room(draft: Draft, unit: UnitId) -> None:
     """Make room for a demanded unit that is not live, or raise ``ByteBudgetError``: it and the open ones do not fit.
 
-    What goes first is neither open nor promised. If that is not enough, the demand is one that the walk did not foresee
-    (evaluation, or a use out of registration order), and promises are withdrawn from the furthest on; a strict replay
-    never comes here with a promise outstanding.
+    If freeing what is neither open nor promised is not enough, no walk foresaw the demand (evaluation, or a use out of
+    registration order), and promises are withdrawn from the furthest on.
     """
     spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
     open_units = [u for u in draft.live if u.is_open]

@@ -110,7 +110,6 @@ class Reset(_Line):
     """
 
 
-_Unit: TypeAlias = Unshard | WaitUnshard | Install | Uninstall | Reshard
-_Grads: TypeAlias = PackGrads | ReduceGrads | WaitReduce | ZeroGrads
-Effect: TypeAlias = OrderAfterUpdate | _Unit | _Grads | Report | Reset
+_OfUnits: TypeAlias = Unshard | WaitUnshard | Install | Uninstall | Reshard | PackGrads | ReduceGrads
+Effect: TypeAlias = _OfUnits | WaitReduce | ZeroGrads | OrderAfterUpdate | Report | Reset
 """Everything that a hook can ask for."""

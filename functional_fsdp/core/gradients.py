@@ -1,6 +1,6 @@
-"""Gradients: a unit's are complete when every forward use that will have a backward has closed it.
+"""Gradients: a unit's are complete when every forward use that will have a backward has closed it, on all ranks alike.
 
-That is decided by uses, so it is equal on all ranks whichever parameters got a gradient.
+Those of a unit with ``delayed_grads`` are when the caller says so afterwards.
 """
 
 from functional_fsdp.core.draft import Draft, num_pending
@@ -13,7 +13,8 @@ from functional_fsdp.core.state import Counts, Grads
 def expect_backward(draft: Draft, unit: UnitId, change: int, starts: bool = False) -> None:
     """Note that ``change`` more forward uses of the unit wait for their backward; ``starts``: that one opens."""
     grads, place = draft.grads, draft.spec.backward.positions[unit][0]
-    draft.grads = Grads(grads.pending.add(place, change), grads.started or starts, grads.reducing, grads.reduced)
+    pending, started = grads.pending.add(place, change), grads.started or starts
+    draft.grads = Grads(pending, started, grads.reducing, grads.reduced, grads.unwritten)
 
 
 def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
@@ -22,6 +23,17 @@ def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
     One for which no forward use waits counts as its own: a second pass through one graph, or reentrant checkpointing.
     """
     expect_backward(draft, unit, int(num_pending(draft.spec, draft.grads, unit) <= num_open), True)
+
+
+def backward_closed(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
+    """Note that a backward use has closed; the last that the unit's gradients wait for reduces them, unless delayed."""
+    expect_backward(draft, unit, -1)
+    if draft.spec.trainable >> unit & 1:
+        if draft.spec.units[unit].delayed_grads:
+            grads = draft.grads
+            draft.grads = Grads(grads.pending, True, grads.reducing, grads.reduced, grads.unwritten | 1 << unit)
+        elif not num_pending(draft.spec, draft.grads, unit):
+            reduce_grads(draft, unit, missing)
 
 
 def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
@@ -33,13 +45,14 @@ def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
         reducing = reducing[1:]
     reduction = ReduceGrads(unit, slot, bool(grads.reduced >> unit & 1))
     draft.effects += PackGrads(unit, slot, missing), reduction
-    draft.grads = Grads(grads.pending, True, (*reducing, reduction), grads.reduced | 1 << unit)
+    reduced, unwritten = grads.reduced | 1 << unit, grads.unwritten & ~(1 << unit)
+    draft.grads = Grads(grads.pending, True, (*reducing, reduction), reduced, unwritten)
 
 
 def outstanding_grads(spec: ModelSpec, grads: Grads) -> tuple[UnitId, ...]:
-    """Return the trainable units with a forward use that waits for its backward, ascending."""
-    units = map(UnitId, range(len(spec.units) if grads.pending.bits else 0))
-    return tuple(unit for unit in units if spec.trainable >> unit & 1 and num_pending(spec, grads, unit))
+    """Return the trainable units with a forward use that waits for its backward, ascending, unless the caller does."""
+    units, waiting = map(UnitId, range(len(spec.units) if grads.pending.bits else 0)), spec.trainable & ~grads.unwritten
+    return tuple(unit for unit in units if waiting >> unit & 1 and num_pending(spec, grads, unit))
 
 
 def finish_grads(draft: Draft) -> None:

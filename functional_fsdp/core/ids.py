@@ -37,11 +37,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A mark where other communication happens; with ``host_sync`` the host itself waits there.
-
-    Lookahead does not cross that: a gather outstanding at a host synchronisation adds an edge from one pipeline replica
-    to another, and those edges can close a cycle.
-    """
+    """A mark where other communication happens; with ``host_sync`` the host itself waits there; see ``boundary``."""
 
     name: str
     host_sync: bool = False
@@ -60,6 +56,6 @@ def check_key(key: object) -> Key:
     if isinstance(key, (str, int)) and not isinstance(key, bool):
         return key
     if isinstance(key, tuple):
-        return tuple(check_key(part) for part in key)
+        return tuple(map(check_key, key))
     got, instead = f"{type(key).__name__} {key!r}", 'name the schedule, e.g. key="train" or key=("train", 4)'
     raise ValueError(unexpected("key", "a str, an int or a tuple of them", got, instead))

@@ -4,7 +4,7 @@ from functional_fsdp.core.draft import Draft, release
 from functional_fsdp.core.effects import OrderAfterUpdate, Report, Reset
 from functional_fsdp.core.errors import GradientError, HookOrderError, IterationError, unexpected
 from functional_fsdp.core.gradients import finish_grads, outstanding_grads
-from functional_fsdp.core.ids import Boundary, Item, Key, Phase, check_key
+from functional_fsdp.core.ids import Boundary, Item, Key, Phase, UnitId, check_key
 from functional_fsdp.core.order import CommittedOrder, Recording, Walk, commit_order
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.spec import ModelSpec
@@ -47,6 +47,11 @@ def begin_iteration(spec: ModelSpec, state: FsdpState, key: Key | None, *, rerec
 def boundary(spec: ModelSpec, state: FsdpState, name: str, *, host_sync: bool = False) -> Transition:
     """Mark a place where other communication happens, validated like a use; ``host_sync`` waits for all gathers first.
 
+    Lookahead does not cross that. A gather outstanding while the host waits adds an edge between pipeline replicas, and
+    edges can close a cycle, here of stages a, b of replicas 0, 1::
+
+        a1 --gather--> b1 --receive--> b0 --gather--> a0 --receive--> a1
+
     Raises:
         DivergenceError: a replay leaves its order and the policy says to raise.
     """
@@ -63,7 +68,7 @@ def finish_grad_sync(spec: ModelSpec, state: FsdpState) -> Transition:
 
     Raises:
         HookOrderError: a use is open.
-        GradientError: a unit's gradients are outstanding.
+        GradientError: a unit's gradients are outstanding, or delayed ones were not written.
         DivergenceError: uses of a replay are missing and the policy says to raise.
     """
     draft = Draft(spec, state, "finish_grad_sync")
@@ -73,6 +78,10 @@ def finish_grad_sync(spec: ModelSpec, state: FsdpState) -> Transition:
     for unit in outstanding_grads(spec, draft.grads):
         got, instead = f"those of {spec.name(unit)}", "call grads_complete for each of outstanding_grads"
         raise GradientError(unexpected("finish_grad_sync", "no outstanding gradients", got, instead))
+    if draft.grads.unwritten:
+        unit = UnitId(draft.grads.unwritten.bit_length() - 1)
+        got, instead = f"those of {spec.name(unit)}", "call it.grads_written(module) after writing them"
+        raise GradientError(unexpected("finish_grad_sync", "no delayed gradients left to write", got, instead))
     finish_grads(draft)
     _close_order(draft)
     return draft.transition()
@@ -123,7 +132,7 @@ def _close_order(draft: Draft) -> None:
     """
     learned: CommittedOrder | None = None
     if draft.recording:
-        learned = commit_order(draft.recording, draft.spec.numels, draft.peak_open_nbytes)
+        learned = commit_order(draft.recording, draft.spec.numels, draft.peak_open)
     elif len(draft.walks) == 1 and draft.walks[0].execution_cursor:
         walk, learned = draft.walks[0], draft.walks[0].execution_order
         if walk.next_item() is None:
@@ -131,7 +140,7 @@ def _close_order(draft: Draft) -> None:
         else:
             got, rest = "got the end of the iteration (incomplete)", "what came is kept, and replayed next."
             report_divergence(draft, walk, got, rest)
-            learned = commit_order(learned.items[: walk.execution_cursor], draft.spec.numels, learned.min_nbytes)
+            learned = commit_order(learned.items[: walk.execution_cursor], draft.spec.numels, draft.peak_open)
     if learned is not None:
         stays_on_demand = draft.num_divergences >= MAX_DIVERGENCES
         draft.outcome = StoredOrder(draft.key, None if stays_on_demand else learned, draft.num_divergences)

@@ -5,8 +5,7 @@ collective moves a bucket and the result is read in place. A bucket of float32 o
 
     | weight 0..6 | bias 6..9 | pad 9..16 |
 
-Padding only aligns each rank's start. Alternatives considered: sharding each parameter along its first dim (FSDP2)
-needs a copy after each gather and before each reduction.
+Alternatives considered: sharding each parameter along its first dim (FSDP2) needs a copy around each collective.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGNMENT_NUMEL = 4
-"""Each rank's start is aligned to this many elements (16 bytes in float32)."""
+"""Padding only aligns each rank's start, to this many elements (16 bytes in float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +66,11 @@ class BucketLayout:
         """Elements of the full storage, padding included."""
         return self.num_ranks * self.shard_numel
 
-    @property
-    def shard_stop(self) -> int:
-        """One past the slice's last element in the rank's flat shard."""
-        return self.shard_start + self.shard_numel
-
 
 def lay_out(units: Sequence[Sequence[ParamSpec]], num_ranks: int) -> tuple[tuple[BucketLayout, ...], ...]:
-    """Lay every unit's parameters out for ``num_ranks`` ranks, at least 1.
+    """Return each unit's buckets, sorted by key, for ``num_ranks`` ranks, at least 1.
 
-    The slices of all units under one key follow each other in the rank's flat shard, so an optimizer sees one tensor
-    per key and a unit's slice is contiguous. Returns the buckets of each unit, sorted by key.
+    All units' slices under one key follow each other in the rank's flat shard: an optimizer sees one tensor per key.
     """
     shard_stop: dict[str, int] = {}
     laid_out = []

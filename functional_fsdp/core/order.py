@@ -1,7 +1,4 @@
-"""Orders: what happened in an iteration, where a replay stands in it, and how one is recorded.
-
-Invariant: ``0 <= execution_cursor <= prefetch_cursor <= len(execution_order)``.
-"""
+"""Orders: what happened in an iteration, where a replay stands in it, and how one is recorded."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +32,8 @@ class ExecutionOrder(Generic[T]):
 class IterationOrder(Generic[T]):
     """One iteration's place in an execution order.
 
-    The execution cursor is at the next item to validate, the prefetch cursor one past the last that lookahead passed.
+    The execution cursor is at the next item to validate, the prefetch cursor one past the last that lookahead passed:
+    ``0 <= execution_cursor <= prefetch_cursor <= len(execution_order)``.
     """
 
     execution_order: ExecutionOrder[T]
@@ -68,17 +66,19 @@ class IterationOrder(Generic[T]):
 class CommittedOrder(ExecutionOrder[Item]):
     """An order to replay, with what lookahead asks of it; made by ``commit_order``.
 
-    ``min_nbytes`` is the smallest byte budget that holds the largest set of units open together, ``positions`` has each
-    unit's uses ascending, ``numel_before`` the elements of all uses before each position and before the end.
+    ``min_units`` is the largest number of units with weights open together, ``min_nbytes`` the smallest byte budget
+    that holds any such set. ``positions`` has each unit's uses ascending, ``numel_before`` the elements of all uses
+    before each position and before the end.
     """
 
+    min_units: int = 0
     min_nbytes: int = 0
     positions: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
     numel_before: tuple[int, ...] = field(default=(0,), compare=False, repr=False)
 
 
-def commit_order(items: Iterable[Item], numels: Sequence[int], min_nbytes: int = 0) -> CommittedOrder:
-    """Index ``items`` for replay, in time linear in their number; ``numels`` has the elements of each unit."""
+def commit_order(items: Iterable[Item], numels: Sequence[int], needs: tuple[int, int] = (0, 0)) -> CommittedOrder:
+    """Index ``items``, in linear time; ``numels`` has each unit's elements, ``needs`` the min_units and min_nbytes."""
     items, numel_before = tuple(items), [0]
     positions: list[list[int]] = [[] for _ in numels]
     for position, item in enumerate(items):
@@ -87,7 +87,7 @@ def commit_order(items: Iterable[Item], numels: Sequence[int], min_nbytes: int =
             positions[item.unit].append(position)
             numel = numels[item.unit]
         numel_before.append(numel_before[-1] + numel)
-    return CommittedOrder(items, min_nbytes, tuple(map(tuple, positions)), tuple(numel_before))
+    return CommittedOrder(items, *needs, tuple(map(tuple, positions)), tuple(numel_before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,7 @@ class Recording(Generic[T]):
     """A growing sequence that stays linear in time and memory.
 
     The sizes of the blocks are the binary digits of the length, largest first: appending merges equal blocks as a carry
-    does, so equal sequences have equal blocks. Alternatives considered: a growing tuple is quadratic; a cons list
-    overflows the stack in ``==`` and pickling.
+    does. Alternatives considered: a growing tuple is quadratic; a cons list overflows the stack in ``==`` and pickling.
     """
 
     blocks: tuple[tuple[T, ...], ...] = ()

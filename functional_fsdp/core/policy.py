@@ -21,12 +21,10 @@ class PrefetchOrder(Enum):
 class PrefetchPolicy:
     """How far ahead to gather; a negative budget or an unknown choice is a ``ValueError``.
 
-    A budget of elements bounds the successors of a use: they are taken while the sum of their elements so far is below
-    it, so that the first is always taken and the last may overshoot. A resident successor counts like any other.
-    ``None`` takes one successor, 0 takes none.
-
-    ``backward_numel`` holds for RECOMPUTE uses too. ``max_unsharded_nbytes`` bounds all live unsharded storage, what is
-    demanded included. ``on_divergence``: whether a replay that leaves its order is reported and goes on, or raises.
+    Successors of a use, resident or not, are taken while the sum of their elements so far is below the budget, so the
+    last may overshoot. ``None`` takes one successor, 0 none. ``backward_numel`` holds for RECOMPUTE uses too.
+    ``max_unsharded_nbytes`` bounds all live unsharded storage, what is demanded included. ``on_divergence``: whether a
+    replay that leaves its order is reported and goes on, or raises.
     """
 
     order: PrefetchOrder = PrefetchOrder.REGISTRATION

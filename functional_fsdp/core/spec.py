@@ -19,6 +19,7 @@ class UnitSpec:
 
     ``parent`` is the unit whose module contains this one's, None for a root. ``numel`` and ``nbytes`` are those of the
     full storage, padding included; a unit without elements has no effects. ``trains``: some parameter wants a gradient.
+    ``delayed_grads``: the caller writes some of them after the backward, and says so.
     """
 
     name: str
@@ -26,16 +27,16 @@ class UnitSpec:
     numel: int
     nbytes: int
     trains: bool = True
+    delayed_grads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The units of one ``fully_shard`` and how to prefetch them; made by ``model_spec``.
 
-    ``units`` are in depth-first order. ``forward`` and ``backward`` are the orders that ``PrefetchOrder.REGISTRATION``
-    follows: depth-first, and depth-first with children reversed. Uses and effects are made once: ``uses`` and
-    ``unshard`` by phase and unit, ``uses[phase_index(phase)][unit]``, the others by unit. ``numels`` are the units'
-    elements, ``trainable`` the set of units that have gradients to reduce, as the bits of an int.
+    ``units`` are depth-first; ``forward``, so too, and ``backward``, with children reversed, are what REGISTRATION
+    follows. Uses and effects are made once: ``uses`` and ``unshard`` by phase and unit,
+    ``uses[phase_index(phase)][unit]``, the others by unit. ``trainable`` are the units with gradients to reduce, as bits.
     """
 
     units: tuple[UnitSpec, ...]
@@ -65,7 +66,7 @@ def phase_index(phase: Phase) -> int:
 
 
 def model_spec(units: Sequence[UnitSpec], policy: PrefetchPolicy = PrefetchPolicy()) -> ModelSpec:
-    """Check the units, which come depth-first, each after its parent, and make all tables.
+    """Check the units, which come depth-first, and make all tables.
 
     Raises:
         ValueError: there is no unit, a parent comes after its child, or a size is wrong or above the budget.

@@ -65,13 +65,14 @@ class Grads:
     ``pending`` counts forward uses that will have a backward which has not closed, by the unit's place in
     ``ModelSpec.backward``; see ``num_pending``. ``started``: whether any backward use has opened or any reduction was
     launched. ``reducing`` are the reductions in flight, oldest first, ``reduced`` the units with a main gradient, as
-    the bits of an int.
+    the bits of an int, ``unwritten`` those whose delayed gradients the caller has yet to write.
     """
 
     pending: Counts = Counts()
     started: bool = False
     reducing: tuple[ReduceGrads, ...] = ()
     reduced: int = 0
+    unwritten: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Running:
 
     ``walks`` are what lookahead follows: of a replay a strict one, where each item must be the next; under REGISTRATION
     a forward and a backward one that are not strict; none if it records or gathers on demand. ``recording`` is what
-    happened so far, None if that is not recorded, ``peak_open_nbytes`` the largest set of units open together.
+    happened so far, None if that is not recorded, ``peak_open`` the most units with weights open together, and the most bytes.
     ``num_divergences`` counts iterations in a row that left the order, ``depth`` those entered and not left, which
     joined the first. When the order is ``closed``, ``outcome`` is what the key will store, None if nothing new.
     """
@@ -100,7 +101,7 @@ class Running:
     grads: Grads = Grads()
     depth: int = 1
     num_divergences: int = 0
-    peak_open_nbytes: int = 0
+    peak_open: tuple[int, int] = (0, 0)
     closed: bool = False
     outcome: StoredOrder | None = None
 

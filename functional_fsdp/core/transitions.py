@@ -1,8 +1,7 @@
 """The hooks of a training step: one pure function each, ``(spec, state, ...) -> (state, effects)``.
 
-Here are those of a use; ``open_use`` and ``close_use`` are the heart, the others call them for one phase. Those of the
-iteration are in ``iteration``. What PyTorch knows ambiently comes as a keyword argument. A hook that raises has changed
-nothing; all raise ``IterationError`` when no iteration is running, and ``HookOrderError`` for a unit that is none.
+What PyTorch knows ambiently comes as a keyword argument. A hook that raises has changed nothing; all raise
+``IterationError`` when no iteration is running, and ``HookOrderError`` for a unit that is none.
 """
 
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room, num_pending
 from functional_fsdp.core.effects import Effect
 from functional_fsdp.core.errors import GradientError, HookOrderError, unexpected
-from functional_fsdp.core.gradients import expect_backward, reduce_grads, start_backward
+from functional_fsdp.core.gradients import backward_closed, expect_backward, reduce_grads, start_backward
 from functional_fsdp.core.ids import Phase, UnitId
 from functional_fsdp.core.iteration import abort_iteration as abort_iteration
 from functional_fsdp.core.iteration import begin_iteration as begin_iteration
@@ -57,8 +56,8 @@ def open_use(
     if not num_open and not evaluating:
         look_ahead(draft, phase)
         if draft.recording is not None:
-            nbytes = draft.nbytes(u for u in draft.live if u.is_open)
-            draft.peak_open_nbytes = max(draft.peak_open_nbytes, nbytes)
+            opened = [u for u in draft.live if u.is_open and spec.numels[u.unit]]
+            draft.peak_open = max(draft.peak_open[0], len(opened)), max(draft.peak_open[1], draft.nbytes(opened))
     if phase is Phase.BACKWARD:
         _check_takes_grads(draft, "open_use", unit)
         start_backward(draft, unit, num_open)
@@ -95,9 +94,7 @@ def close_use(
     else:
         let_go(draft, closed)
     if phase is Phase.BACKWARD:
-        expect_backward(draft, unit, -1)
-        if spec.trainable >> unit & 1 and not num_pending(spec, draft.grads, unit):
-            reduce_grads(draft, unit, missing)
+        backward_closed(draft, unit, missing)
     elif has_backward and phase is Phase.FORWARD and not draft.closed:
         expect_backward(draft, unit, 1)
     return draft.transition()
@@ -121,6 +118,25 @@ def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: 
     if index >= 0 and draft.live[index].open_uses[phase_index(Phase.BACKWARD)]:
         raise HookOrderError(unexpected(where, "no open BACKWARD use", "one", "call post_backward first"))
     expect_backward(draft, unit, -num_pending(spec, draft.grads, unit))
+    reduce_grads(draft, unit, missing)
+    return draft.transition()
+
+
+def grads_written(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
+    """Reduce the gradients of a unit with ``delayed_grads``: after its last backward the caller has written them.
+
+    Raises:
+        GradientError: the unit is not declared so, no backward of it has come, or one is open or to come.
+    """
+    draft, where = Draft(spec, state, "grads_written", unit), f"grads_written({spec.name(unit)})"
+    if not spec.units[unit].delayed_grads:
+        instead = "name its module in fully_shard(..., delayed_grads=(module, ...)), or leave the call out"
+        raise GradientError(unexpected(where, "a unit with delayed gradients", "one whose backward reduces", instead))
+    waiting = num_pending(spec, draft.grads, unit)
+    if waiting or not draft.grads.unwritten >> unit & 1:
+        got = f"{waiting} to come" if waiting else "none since the last call"
+        instead = "call it once, after the last; a forward whose output is dropped belongs in it.evaluate()"
+        raise GradientError(unexpected(where, "the unit's backwards to have run", got, instead))
     reduce_grads(draft, unit, missing)
     return draft.transition()
 

@@ -1,8 +1,4 @@
-"""Walks: validating each item of an iteration, recording it, and looking ahead.
-
-A use out of a strict order is a divergence: it is reported, unused gathers are released, and the rest of the iteration
-is on demand, and recorded so that the next one replays at once.
-"""
+"""Walks: validating each item of an iteration, recording it, and looking ahead."""
 
 from functools import reduce
 
@@ -75,6 +71,7 @@ def look_ahead(draft: Draft, phase: Phase) -> None:
 
 
 def _diverge(draft: Draft, walk: Walk, item: Item) -> None:
+    """Report it, release unused gathers, and record anew; the rest is on demand, so that the next iteration replays."""
     validated = walk.execution_order.items[: walk.execution_cursor]
     observed = f"observed {describe(draft, item)}, which had come {validated.count(item)} times"
     report_divergence(draft, walk, observed, "the rest is gathered on demand and recorded anew.")
@@ -94,7 +91,7 @@ def report_divergence(draft: Draft, walk: Walk, observed: str, rest: str) -> Non
         raise DivergenceError(message + "run the recorded schedule, or begin with rerecord=True or another key.")
     draft.effects.append(Report(message + rest))
     draft.num_divergences += 1
-    draft.peak_open_nbytes = max(draft.peak_open_nbytes, order.min_nbytes)
+    draft.peak_open = max(draft.peak_open[0], order.min_units), max(draft.peak_open[1], order.min_nbytes)
 
 
 def describe(draft: Draft, item: Item) -> str:

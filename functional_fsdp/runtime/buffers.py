@@ -144,7 +144,9 @@ class Buffers:
         for unit in self.units:
             for bucket in unit.buckets:
                 layout = bucket.layout
-                self._flat_numels[layout.key] = max(self._flat_numels.get(layout.key, 0), layout.shard_stop)
+                self._flat_numels[layout.key] = max(
+                    self._flat_numels.get(layout.key, 0), layout.shard_start + layout.shard_numel
+                )
                 self._dtypes[layout.key] = bucket.full.dtype
                 if layout.trains:
                     self._staging_numels[layout.key] = max(self._staging_numels.get(layout.key, 0), layout.numel)

@@ -60,7 +60,7 @@ NO_ITERATION = "expected a running iteration, got none; call it inside `with fsd
         ("close_use(unit 1 'layers.0')", "post_forward", (A,), {"has_backward": True}),
         ("close_use(unit 1 'layers.0')", "post_recompute", (A,), {}),
         ("close_use(unit 1 'layers.0')", "post_backward", (A,), {}),
-        ("post_backward(unit 1 'layers.0')", "backward_end", (((A, ()),),), {}),
+        ("close_use(unit 1 'layers.0')", "backward_end", (((A, ()),),), {}),
         ("grads_complete(unit 1 'layers.0')", "grads_complete", (A,), {}),
         ("boundary 'send'", "boundary", ("send",), {}),
         ("finish_grad_sync", "finish_grad_sync", (), {}),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_fsdp.core.ids import Boundary, Item, Phase, UnitId, Use
-from functional_fsdp.core.order import ExecutionOrder, IterationOrder, Recording, Walk, commit_order
+from functional_fsdp.core.order import NEVER, ExecutionOrder, IterationOrder, Recording, Walk, commit_order
 
 
 def recording_of(length: int) -> Recording[int]:
@@ -103,12 +103,12 @@ def test_commit_order_indexes_uses() -> None:
     """Positions are ascending for each unit, and a boundary or an empty unit counts no elements."""
     a, b, empty = (Use(UnitId(unit), Phase.FORWARD) for unit in range(3))
     items: tuple[Item, ...] = (a, Boundary("send"), b, a, empty, b)
-    order = commit_order(items, (4, 8, 0), min_nbytes=16)
+    order = commit_order(items, (4, 8, 0), needs=(2, 16))
     assert order.items == items and order.min_nbytes == 16
     assert order.positions == ((0, 3), (2, 5), (4,))
     assert order.numel_before == (0, 4, 4, 12, 16, 16, 24)
-    assert order == commit_order(iter(items), (4, 8, 0), 16)
-    assert order != commit_order(items[:-1], (4, 8, 0), 16)
+    assert order == commit_order(iter(items), (4, 8, 0), (2, 16))
+    assert order != commit_order(items[:-1], (4, 8, 0), (2, 16))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,4 +120,4 @@ def test_next_position_is_the_first_at_or_after_the_cursor(seed: int) -> None:
     for cursor in range(len(units) + 1):
         for unit in map(UnitId, range(4)):
             found = [position for position in range(cursor, len(units)) if units[position] == unit]
-            assert Walk(order, cursor, cursor).next_position(unit) == (found[0] if found else len(units))
+            assert Walk(order, cursor, cursor).next_position(unit) == (found[0] if found else NEVER)
