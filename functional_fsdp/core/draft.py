@@ -54,9 +54,8 @@ class Draft:
 
     def transition(self) -> Transition:
         """Return the next state and the effects."""
-        counts = self.depth, self.num_divergences
-        outcome = self.peak_open, self.closed, self.outcome
-        running = Running(self.key, self.walks, self.recording, self.grads, *counts, *outcome)
+        history = self.walks, self.recording, self.grads, self.depth, self.num_divergences, self.peak_open
+        running = Running(self.key, *history, self.closed, self.outcome)
         return Transition(FsdpState(self.orders, self.live, running), tuple(self.effects))
 
 

@@ -30,7 +30,7 @@ from functional_fsdp.runtime.placeholder import forbid_state_dict, make_placehol
 from functional_fsdp.runtime.state import TrainState, Update, check_usable, update_state
 from functional_fsdp.runtime.step import Iteration
 from functional_fsdp.runtime.streams import make_streams
-from functional_fsdp.runtime.units import UnitChoice, UnitModule, find_units
+from functional_fsdp.runtime.units import UnitChoice, UnitModule, declare_delayed, find_units
 
 
 def fully_shard(
@@ -40,6 +40,7 @@ def fully_shard(
     units: Iterable[UnitChoice] = (),
     placements: Placements | None = None,
     prefetch: PrefetchPolicy = PrefetchPolicy(),
+    delayed_grads: Iterable[nn.Module] = (),
 ) -> FullySharded:
     """Shard modules: afterwards they are only the program, and their weights go to the state that ``init`` returns.
 
@@ -49,6 +50,8 @@ def fully_shard(
         units: modules or module classes; what they leave over belongs to its root, itself a unit.
         placements: one for each mesh axis; by default ``zero3()``.
         prefetch: which order lookahead follows, and its budgets.
+        delayed_grads: modules of units of which some weight gradient is written after the backward; they are reduced
+            when ``it.grads_written(module)`` says that it is.
 
     Raises:
         ValueError: there is no process group, or an argument does not fit; the modules are as before.
@@ -58,7 +61,7 @@ def fully_shard(
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh, placements)
     roots = (roots,) if isinstance(roots, nn.Module) else tuple(roots)
-    found = find_units(roots, units)
+    found = declare_delayed(find_units(roots, units), delayed_grads)
     return FullySharded(found, mesh, prefetch)
 
 
@@ -93,6 +96,7 @@ class FullySharded:
             self.spec, buffers, make_streams(device), make_collectives(buffers, gather_group, self._reduce_group)
         )
         self._tasks = GraphTasks()
+        self._unit_ids = {unit.module: UnitId(index) for index, unit in enumerate(found)}
         for unit, module in enumerate(found):
             UnitHooks(UnitId(unit), tensors[unit], module.module, self._cell, self._tasks)
             _rest(module, tensors[unit])
@@ -134,7 +138,7 @@ class FullySharded:
             IterationError: another key runs, or there is none to join and ``key`` is None.
         """
         self._check_state("iteration", state)
-        return Iteration(self._cell, self._tasks, state, key, rerecord)
+        return Iteration(self._cell, self._tasks, self._unit_ids, state, key, rerecord)
 
     def update(
         self, state: TrainState, grads: Mapping[str, Tensor], optimizer: Optimizer, *, update: Update = "donate"
@@ -201,6 +205,7 @@ def _unit_spec(unit: UnitModule, layouts: Sequence[BucketLayout]) -> UnitSpec:
         numel=sum(layout.numel for layout in layouts),
         nbytes=nbytes,
         trains=any(layout.trains for layout in layouts),
+        delayed_grads=unit.delayed_grads,
     )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_fsdp.core.errors import IterationError
 from functional_fsdp.core.gradients import outstanding_grads
-from functional_fsdp.core.ids import Key
+from functional_fsdp.core.ids import Key, UnitId
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.state import Running
 from functional_fsdp.core.transitions import (
@@ -22,6 +22,7 @@ from functional_fsdp.core.transitions import (
     end_iteration,
     finish_grad_sync,
     grads_complete,
+    grads_written,
 )
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.cell import Cell, IterationToken
@@ -35,9 +36,18 @@ R = TypeVar("R")
 class Iteration:
     """What ``with fsdp.iteration(state, key=...) as it`` gives."""
 
-    def __init__(self, cell: Cell, tasks: GraphTasks, state: TrainState, key: Key | None, rerecord: bool) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        tasks: GraphTasks,
+        unit_ids: Mapping[nn.Module, UnitId],
+        state: TrainState,
+        key: Key | None,
+        rerecord: bool,
+    ) -> None:
         self._cell = cell
         self._tasks = tasks
+        self._unit_ids = unit_ids
         self._bound = state
         self._key = key
         self._rerecord = rerecord
@@ -175,6 +185,28 @@ class Iteration:
         """Mark a place where other communication happens; see ``core.transitions.boundary``."""
         self._check_running("boundary")
         self._cell.run(boundary, name, host_sync=host_sync)
+
+    def grads_written(self, module: nn.Module) -> None:
+        """Tell that all gradients of a unit declared in ``delayed_grads`` are written; they are reduced now.
+
+        A delayed one is written to ``.grad`` of the Parameter that the unit's forward read. Parameters of the unit
+        that have no gradient count as zero.
+
+        Raises:
+            ValueError: ``module`` is not the module of a unit.
+            GradientError: the unit was not declared, no backward of it has come, or another is to come.
+            IterationError: the iteration has ended.
+        """
+        self._check_running("grads_written")
+        unit = self._unit_ids.get(module)
+        if unit is None:
+            raise ValueError(
+                f"it.grads_written: expected the module of a unit, got a {type(module).__name__} that is none; pass a "
+                "module that delayed_grads= named."
+            )
+        # What the caller wrote may carry a graph, since grad mode is on outside a backward pass.
+        with torch.no_grad():
+            self._cell.run(grads_written, unit, missing=self._cell.buffers.missing(unit))
 
     def finish_grad_sync(self) -> dict[str, Tensor]:
         """Return the gradients, averaged over the ranks, as flat shards laid out like ``state.params``.

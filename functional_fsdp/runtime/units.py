@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -26,6 +26,7 @@ class UnitModule:
         params: what it owns.
         specs: the same as the layout sees them.
         slots: where they are bound, in this module or below.
+        delayed_grads: whether the caller writes some of its gradients after the backward.
     """
 
     name: str
@@ -34,6 +35,7 @@ class UnitModule:
     params: tuple[nn.Parameter, ...]
     specs: tuple[ParamSpec, ...]
     slots: tuple[Slot, ...]
+    delayed_grads: bool = False
 
 
 def find_units(roots: Sequence[nn.Module], units: Iterable[UnitChoice]) -> tuple[UnitModule, ...]:
@@ -55,6 +57,33 @@ def find_units(roots: Sequence[nn.Module], units: Iterable[UnitChoice]) -> tuple
     for index, root in enumerate(roots):
         walk.visit(root, "" if len(roots) == 1 else str(index), None)
     return walk.units()
+
+
+def declare_delayed(found: Sequence[UnitModule], modules: Iterable[nn.Module]) -> tuple[UnitModule, ...]:
+    """Return the units with ``delayed_grads`` where ``modules`` name them.
+
+    Raises:
+        ValueError: one of ``modules`` is no unit.
+    """
+    declared = tuple(modules)
+    units: set[object] = {unit.module for unit in found}
+    for index, module in enumerate(declared):
+        if module not in units:
+            raise ValueError(
+                f"fully_shard: delayed_grads[{index}]: expected the module of a unit, got {_named(found, module)}; "
+                "add it to units=, or name the unit around it."
+            )
+    return tuple(replace(unit, delayed_grads=unit.module in declared) for unit in found)
+
+
+def _named(found: Sequence[UnitModule], module: object) -> str:
+    if not isinstance(module, nn.Module):
+        return repr(module)
+    for root in found:
+        for name, below in root.module.named_modules():
+            if root.parent is None and below is module:
+                return f"{_called(module)} at {name!r}"
+    return f"{_called(module)} that is in no root"
 
 
 class _Walk:
