@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, islice, repeat
+from time import process_time
 from types import FrameType
 from typing import Any
 
@@ -150,6 +151,23 @@ def test_recording_hooks_cost_the_same_in_the_mean_over_65_536() -> None:
     """The mean over many is that over few, within a tenth."""
     few, many = mean_recording_lines(1024), mean_recording_lines(65_536)
     assert abs(few - many) < 0.1 * few
+
+
+def test_an_order_of_100_000_is_committed_in_half_a_second() -> None:
+    """CPU time; and committing is linear: lines for each use do not grow with their number."""
+    spec = small_spec((4, 8, 8), RECORDED)
+    lines = []
+    for num in (1_000, 100_000):
+        microbatches = num // USES_A_MICROBATCH
+        state = play(spec, FsdpState(), islice(whole(microbatches), 1 + microbatches * len(MICROBATCH)))
+        start_s = process_time()
+        closed = apply(spec, state, call("finish_grad_sync")).state
+        ended = apply(spec, closed, call("end_iteration")).state
+        assert process_time() - start_s <= 0.5
+        (stored,) = ended.orders
+        assert stored.committed is not None and len(stored.committed) == microbatches * USES_A_MICROBATCH
+        lines.append(lines_of(partial(apply, spec, state, call("finish_grad_sync")))[0] / num)
+    assert abs(lines[0] - lines[1]) < 0.1 * lines[0]
 
 
 def test_the_count_of_lines_can_fail() -> None:

@@ -186,6 +186,32 @@ def test_a21_forward_of_the_next_microbatch_inside_a_backward() -> None:
     assert held.effects == (), "backward still reads the unit"
 
 
+@pytest.mark.parametrize("ahead", [0, None, 1000])
+def test_a21_three_live_units_where_the_schedule_needs_three(ahead: int | None) -> None:
+    """A21: combined 1F1B holds one unit in backward and two in forward; at commit it is known, and enough."""
+    inside = (
+        *forward(Node(C)), *forward(Node(A)), *forward(Node(B)),
+        call("pre_backward", C, outermost=True), *forward(Node(A, (Node(B),))), call("post_backward", C),
+        *backward(Node(B)), *backward(Node(A, (Node(B),))), *backward(Node(A)),
+    )  # fmt: skip
+    player = Player(small_spec((0, 8, 8, 8), PrefetchPolicy(PrefetchOrder.RECORDED, ahead, ahead, 3 * 32)))
+    for _ in range(3):
+        iterate(player, inside)
+        (stored,) = player.state.orders
+        assert stored.committed is not None
+        assert (stored.committed.min_units, stored.committed.min_nbytes) == (3, 3 * 32)
+    assert max(len(state.live) for state in player.states) == 3 and reports(player) == []
+
+
+def test_units_that_an_order_needs_survive_a_divergence() -> None:
+    """What is committed after a divergence needs as much as what was validated and what followed."""
+    player = Player(small_spec(THREE, RECORDED))
+    for calls in (step(model(A, Node(B, (Node(A),)))), step(model(A, Node(B, (Node(A),)), C)), step(model(A))):
+        iterate(player, calls)
+        (stored,) = player.state.orders
+        assert stored.committed is not None and stored.committed.min_units == 3
+
+
 def test_a22_lookahead_from_forward_into_backward() -> None:
     """A22: the next unit is resident before its use, and gathered for the phase that reads it."""
     player = Player(small_spec((0, 8, 8), RECORDED))
