@@ -1,0 +1,323 @@
+"""Pipeline schedules, run on one of their ranks: values, gathers by formula, and the rows of behaviours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from examples.schedules import check_schedules, make_schedule, show_schedules
+from functional_fsdp import PrefetchOrder, PrefetchPolicy
+from tests.runtime import cases_schedules as cases
+from tests.runtime import cases_schedules_layers as layers
+from tests.runtime import cases_schedules_rows as rows
+from tests.runtime.cases_schedules_lane import SCHEDULES, Setting
+from tests.runtime.twins import RECORDED
+from tests.runtime.worlds import Worlds
+
+EVERY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
+BOTH_LANES = pytest.mark.parametrize("lane", [0, 1])
+BUDGETS: dict[str, int | None] = {"zero": 0, "one": None, "some": 300, "all": 10**9}
+
+
+def recorded(forward: int | None, backward: int | None, nbytes: int | None = None) -> PrefetchPolicy:
+    return PrefetchPolicy(PrefetchOrder.RECORDED, forward, backward, nbytes)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8, 12])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@EVERY_SCHEDULE
+def test_schedules_reach_their_end(schedule: str, num_ranks: int, num_microbatches: int) -> None:
+    schedules = [make_schedule(schedule, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    check_schedules(schedules)
+    for slots in schedules:
+        passes = [one for slot in slots for one in slot]
+        num_chunks = 2 if schedule in ("interleaved", "combined") else 1
+        assert len(set(passes)) == len(passes) == 2 * num_chunks * num_microbatches
+
+
+def test_the_schedules_are_the_known_ones() -> None:
+    assert [list(show_schedules([make_schedule(name, 1, 2, 2)]))[0] for name in SCHEDULES] == [
+        "pipeline rank 0: 1F0 1F1 1B0 1B1",
+        "pipeline rank 0: 1F0 1B0 1F1 1B1",
+        "pipeline rank 0: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
+        "pipeline rank 0: 1F0 1F1 3F0 3B0+3F1 3B1 1B0 1B1",
+    ]
+
+
+def test_a_schedule_that_waits_for_itself_is_shown() -> None:
+    first, second = (make_schedule("gpipe", rank, 2, 2) for rank in range(2))
+    with pytest.raises(ValueError, match="expected every rank to reach its end") as caught:
+        check_schedules([first, second[::-1]])
+    assert str(caught.value).endswith("pipeline rank 0: 0F0 0F1 -> 0B0 0B1\npipeline rank 1: -> 1B1 1B0 1F1 1F0")
+
+
+def test_schedules_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="expected one of gpipe, 1f1b, interleaved, combined, got 'zigzag'"):
+        make_schedule("zigzag", 0, 2, 2)
+    with pytest.raises(ValueError, match="expected a multiple of 2, the number of pipeline ranks.*'combined', got 3"):
+        make_schedule("combined", 0, 2, 3)
+    with pytest.raises(ValueError, match="expected at least 1 for microbatches of 'gpipe', got 0"):
+        make_schedule("gpipe", 0, 2, 0)
+
+
+@BOTH_LANES
+@EVERY_SCHEDULE
+def test_ten_steps_equal_unsharded_training(worlds: Worlds, schedule: str, lane: int) -> None:
+    for _, on_demand, wasted in worlds(2).run(cases.trains, Setting(schedule, lane), 10):
+        assert (on_demand, wasted) == (1, 0)
+
+
+@EVERY_SCHEDULE
+def test_ten_steps_in_float32(worlds: Worlds, schedule: str) -> None:
+    worlds(2).run(cases.trains_in_float32, Setting(schedule, 1, dtype=torch.float32, optimizer="sgd"))
+
+
+@BOTH_LANES
+@EVERY_SCHEDULE
+def test_with_host_syncs_the_first_gather_after_each_is_on_demand(worlds: Worlds, schedule: str, lane: int) -> None:
+    setting = Setting(schedule, lane, host_sync=True)
+    # A pass whose neighbour is on another rank receives; two receives of one slot are one place.
+    slots = setting.slots()
+    last = setting.num_stages - 1
+    num_syncs = sum(any(one.stage != (last if one.is_backward else 0) for one in slot) for slot in slots)
+    for _, on_demand, wasted in worlds(2).run(cases.trains, setting, 3):
+        first = slots[0][0]
+        assert on_demand == num_syncs + (first.stage == 0), (on_demand, num_syncs)
+        assert wasted == 0
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(0, 0), (0, None), (None, 0), (300, 300), (10**9, 10**9), (1, 10**9)]
+)
+@EVERY_SCHEDULE
+def test_a14_budgets_of_the_passes_are_apart(
+    worlds: Worlds, schedule: str, forward: int | None, backward: int | None
+) -> None:
+    worlds(2).run(cases.trains, Setting(schedule, 1, policy=recorded(forward, backward)), 3)
+
+
+@pytest.mark.parametrize("path", ["c|ab", "|cba", "ba|c"])
+@EVERY_SCHEDULE
+def test_a1_execution_is_not_registration_order(worlds: Worlds, schedule: str, path: str) -> None:
+    worlds(2).run(cases.trains, Setting(schedule, 0, paths=(path,)), 3)
+
+
+def test_a17_only_the_first_root_resets(worlds: Worlds) -> None:
+    for late in worlds(2).run(layers.resets):
+        # Each pass begins with its first root's gather on demand; what follows is foreseen, over both roots.
+        assert late == {**{f"F{index}": [0] for index in range(5)}, **{f"B{index}": [4] for index in range(3)}}
+
+
+def test_a21_forward_layer_by_layer_inside_a_backward(worlds: Worlds) -> None:
+    for order, num_live in worlds(2).run(layers.layer_by_layer, 3):
+        first = ["forward 0", "forward 1", "forward 2"]
+        both = ["backward 2", "forward 0", "backward 1", "forward 1", "backward 0", "forward 2"]
+        assert order == [*first, *both, *both, "backward 2", "backward 1", "backward 0"]
+        assert num_live == 3
+
+
+@pytest.mark.parametrize("paths", [("ab|c", "a|b"), ("a|b", "ca|b", "|c")], ids=["skips-last", "skips-more"])
+@EVERY_SCHEDULE
+def test_a2_a11_microbatches_take_different_paths(worlds: Worlds, schedule: str, paths: tuple[str, ...]) -> None:
+    # Backwards come first-in first-out, as forwards did: each use is foreseen as it was recorded.
+    worlds(2).run(cases.trains, Setting(schedule, 1, paths=paths, policy=recorded(300, 300)), 3)
+
+
+@EVERY_SCHEDULE
+def test_a2_the_next_step_skips_a_unit(worlds: Worlds, schedule: str) -> None:
+    long, short = Setting(schedule), Setting(schedule, paths=("a|b",))
+    for found in worlds(2).run(rows.changing, [long, long, short, short]):
+        assert [len(texts) for texts, _ in found] == [0, 0, 1, 0]
+        assert [late for _, late in found][1::2] == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["first", "between", "inside", "last", "finished"])
+@EVERY_SCHEDULE
+def test_a3_evaluation_in_a_schedule(worlds: Worlds, schedule: str, place: str) -> None:
+    worlds(2).run(rows.evaluations, Setting(schedule, 1), place)
+
+
+def test_a4_fifty_evaluations_of_two_roots(worlds: Worlds) -> None:
+    worlds(2).run(rows.fifty_evaluations, Setting("combined"))
+
+
+@EVERY_SCHEDULE
+def test_a5_with_room_for_all_each_unit_is_gathered_once(worlds: Worlds, schedule: str) -> None:
+    setting = Setting(schedule, policy=recorded(10**9, 10**9))
+    for counts in worlds(2).run(cases.trains, setting, 3):
+        # A root and three blocks for each stage; none for the next iteration.
+        assert counts == (4 * len(setting.mine) - 1, 1, 0)
+
+
+def test_a6_a_step_with_fewer_microbatches(worlds: Worlds) -> None:
+    whole = Setting("1f1b", 1)
+    part = replace(whole, num_microbatches=2)
+    for found in worlds(2).run(rows.changing, [whole, whole, part, part]):
+        assert [len(texts) for texts, _ in found] == [0, 0, 1, 0]
+        # Two microbatches of two passes, a root and three blocks each; three messages a microbatch on the way.
+        (text,) = found[2][0]
+        assert "'train', position 20 of 40: expected boundary 'receive for 1F2', got the end of the iteration" in text
+        assert found[3][1] == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [("gpipe", "1f1b"), ("1f1b", "gpipe"), ("interleaved", "combined")])
+def test_a7_another_schedule_under_the_same_key(worlds: Worlds, before: str, after: str) -> None:
+    steps = [Setting(before), Setting(before), Setting(after), Setting(after), Setting(after)]
+    for found in worlds(2).run(rows.changing, steps):
+        assert [len(texts) for texts, _ in found] == [0, 0, 1, 0, 0]
+        assert [late for _, late in found][3:] == [1, 1]
+        (text,) = found[2][0]
+        assert "key 'train', position" in text and "expected" in text and "observed" in text
+
+
+@pytest.mark.parametrize("path", ["aba|c", "ab|ac", "ca|bca"])
+@EVERY_SCHEDULE
+def test_a8_a_block_comes_twice_in_a_stage(worlds: Worlds, schedule: str, path: str) -> None:
+    worlds(2).run(cases.trains, Setting(schedule, 1, paths=(path,)), 3)
+
+
+@EVERY_SCHEDULE
+def test_a9_a_shared_layer_in_a_stage(worlds: Worlds, schedule: str) -> None:
+    worlds(2).run(cases.trains, Setting(schedule, 0, paths=("aa|a",)), 3)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("gpipe", 0, num_microbatches=2),
+        Setting("1f1b", 0, num_lanes=4, num_microbatches=4),
+        Setting("interleaved", 1, num_lanes=4, num_microbatches=4),
+        Setting("combined", 0, num_lanes=4, num_microbatches=4),
+    ],
+    ids=lambda setting: f"{setting.schedule}-{setting.num_lanes}",
+)
+def test_a10_backwards_after_several_forwards_are_prefetched(worlds: Worlds, setting: Setting) -> None:
+    names = [str(one) for slot in setting.slots() for one in slot]
+    assert names[:2] == [f"{setting.lane}F0", f"{setting.lane}F1"] and "B" in names[-2] and "B" in names[-1]
+    for _, on_demand, wasted in worlds(2).run(cases.trains, setting, 3):
+        assert (on_demand, wasted) == (1, 0)
+
+
+@pytest.mark.parametrize("numel", [None, 300])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@EVERY_SCHEDULE
+def test_a12_only_what_a_byte_budget_forbids_is_late(
+    worlds: Worlds, schedule: str, num_blocks: int, numel: int | None
+) -> None:
+    # A root, and at its stage's point two blocks at once: the largest two have 216 and 144 elements, a root 88.
+    roots = 2 if schedule == "combined" else 1
+    nbytes = 8 * (88 * roots + 216 * num_blocks + (144 if schedule == "combined" else 0))
+    setting = Setting(schedule, 1, policy=recorded(numel, numel, nbytes))
+    for late in worlds(2).run(cases.within_bytes, setting):
+        assert late >= 1
+        assert late == 1 or num_blocks == 1
+
+
+@EVERY_SCHEDULE
+def test_a15_exception_while_recording(worlds: Worlds, schedule: str) -> None:
+    for place in ("steady", "backward b"):
+        for first, *replays in worlds(2).run(rows.faults, Setting(schedule, 1), place, 0):
+            assert first > 1 and replays == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["steady", "forward c", "backward a"])
+@EVERY_SCHEDULE
+def test_c1_exception_on_all_ranks_in_a_replay(worlds: Worlds, schedule: str, place: str) -> None:
+    for _, *replays in worlds(2).run(rows.faults, Setting(schedule, 1), place, 1):
+        assert replays == [1, 1], "the order was lost"
+
+
+@pytest.mark.parametrize("schedules", [("gpipe", "1f1b"), ("interleaved", "combined")])
+def test_a16_each_schedule_has_a_key_of_its_own(worlds: Worlds, schedules: tuple[str, str]) -> None:
+    settings = [Setting(schedule) for schedule in schedules]
+    for found in worlds(2).run(rows.changing, settings * 3, schedules):
+        assert [texts for texts, _ in found] == [[]] * 6
+        assert [late for _, late in found][2:] == [1] * 4
+
+
+@EVERY_SCHEDULE
+def test_a18_slots_that_join_the_iteration(worlds: Worlds, schedule: str) -> None:
+    worlds(2).run(rows.nested, Setting(schedule))
+
+
+@EVERY_SCHEDULE
+def test_a19_a_frozen_part_of_the_first_stage(worlds: Worlds, schedule: str) -> None:
+    worlds(2).run(rows.frozen, Setting(schedule, frozen="stem a"))
+
+
+@EVERY_SCHEDULE
+def test_a20_one_order_over_all_backwards(worlds: Worlds, schedule: str) -> None:
+    setting = Setting(schedule, 0)
+    last = setting.num_stages - 1
+    # A message in and one out for each pass, but at the ends of the pipeline.
+    passes = [one for slot in setting.slots() for one in slot]
+    num_messages = sum((one.stage > 0) + (one.stage < last) for one in passes)
+    for num_uses, num_boundaries in worlds(2).run(cases.one_order, setting):
+        assert (num_uses, num_boundaries) == (4 * len(passes), num_messages)
+
+
+def test_a21_midpoint_of_one_stage_in_both_directions(worlds: Worlds) -> None:
+    worlds(2).run(rows.midpoint, Setting("combined", 1))
+
+
+def test_a21_the_smallest_byte_budget_of_combined_passes(worlds: Worlds) -> None:
+    # Two roots, the block at the point of one and the largest block of the other are open at once.
+    nbytes = 8 * (2 * 88 + 144 + 216)
+    setting = Setting("combined", 1, policy=recorded(None, None, nbytes))
+    worlds(2).run(cases.within_bytes, setting)
+    for text in worlds(2).run(rows.byte_budget_error, replace(setting, policy=recorded(None, None, nbytes - 1))):
+        assert f"raise the budget to at least {nbytes}" in text, text
+
+
+@pytest.mark.parametrize("numel", [300, 10**9])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a22_lookahead_into_backward_asks_for_its_phase(worlds: Worlds, schedule: str, numel: int) -> None:
+    worlds(2).run(cases.trains, Setting(schedule, 0, policy=recorded(numel, numel)), 3)
+
+
+@pytest.mark.parametrize("path", ["[a]|[b][c]", "a[b|c]", "[ab|c]"], ids=["around", "pair", "whole"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@EVERY_SCHEDULE
+def test_a23_checkpoints_in_stages(worlds: Worlds, schedule: str, reentrant: bool, path: str) -> None:
+    setting = Setting(schedule, 1, reentrant=reentrant, paths=(path,))
+    for counts in worlds(2).run(rows.checkpointed, setting):
+        assert counts[0][0] > 1 and counts[1:] == [(1, 0)] * 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_a23_checkpoints_around_nested_units(worlds: Worlds, reentrant: bool) -> None:
+    setting = Setting("combined", 0, reentrant=reentrant, paths=("a|[bc]",), nested=True)
+    for counts in worlds(2).run(rows.checkpointed, setting):
+        assert counts[1:] == [(1, 0)] * 2
+
+
+@EVERY_SCHEDULE
+def test_a24_a_dry_run_before_the_first_step(worlds: Worlds, schedule: str) -> None:
+    for counts in worlds(2).run(rows.dry_run, Setting(schedule)):
+        assert counts[1:] == (1, 0)
+
+
+def test_a27_a_schedule_that_changes_every_step(worlds: Worlds) -> None:
+    for found in worlds(2).run(rows.changing, [Setting("gpipe"), Setting("1f1b")] * 4):
+        assert [len(texts) for texts, _ in found] == [0, 1, 1, 2, 0, 0, 0, 0]
+        assert "stays on demand" in found[3][0][1]
+
+
+@pytest.mark.parametrize(("name", "nth"), [("resize_storage", 2), ("all_gather_base", 5)])
+@pytest.mark.parametrize("schedule", ["interleaved", "combined"])
+def test_a28_a_prefetch_that_cannot_be_launched(worlds: Worlds, schedule: str, name: str, nth: int) -> None:
+    for text in worlds(2).run(rows.failing_launch, Setting(schedule), name, nth):
+        assert text == f"{name} call {nth}"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_no_more_gathers_than_fsdp2(worlds: Worlds, schedule: str) -> None:
+    # The last rank's 1F1B is plain accumulation: forward and backward in turn.
+    setting = Setting(schedule, 1)
+    num_units = 4 * len(setting.mine)
+    for ours, theirs in worlds(2).run(cases.gathers_beside_fsdp2, setting):
+        assert all(mine < their for mine, their in zip(ours[1:], theirs[1:], strict=True)), (ours, theirs)
+    for ours, _ in worlds(2).run(cases.gathers_beside_fsdp2, replace(setting, policy=recorded(10**9, 10**9))):
+        assert ours[1:] == [num_units] * 2
