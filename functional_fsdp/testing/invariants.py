@@ -69,6 +69,12 @@ class TraceChecker:
         self.errors: list[str] = []
         self._unreduced: dict[UnitId, int] = {}
 
+    def copy(self) -> TraceChecker:
+        """Return a checker that goes on from here by itself."""
+        other = TraceChecker(self.spec)
+        other.table, other.errors, other._unreduced = self.table.copy(), [*self.errors], dict(self._unreduced)
+        return other
+
     def feed(self, before: FsdpState, hook: str, transition: Transition) -> tuple[str, ...]:
         """Check one hook and return the lines of what is wrong with it.
 

@@ -75,6 +75,12 @@ class EffectTable:
         """Whether nothing is gathered, packed or in flight."""
         return not (self.gathered or self.packed or self.reducing)
 
+    def copy(self) -> EffectTable:
+        """Return a table that goes on from here by itself."""
+        gathered = {unit: GatheredUnit(g.waited, g.installed, g.used) for unit, g in self.gathered.items()}
+        staged = dict(self.packed), dict(self.reducing), set(self.main_grads)
+        return EffectTable(self.spec, self.ordered, gathered, *staged, self.peak_nbytes)
+
     def apply(self, effect: Effect) -> Iterable[str]:
         """Apply one effect and yield a line for each thing that is wrong with it."""
         match effect:
