@@ -221,8 +221,10 @@ class Iteration:
         cell = self._cell
         iteration = cell.state.iteration
         assert isinstance(iteration, Running), "checked above"
-        for unit in outstanding_grads(cell.spec, iteration.grads):
-            cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
+        # Where a use is open nothing is completed: it is the hook after this that names it.
+        if not any(unit_state.is_open for unit_state in cell.state.live):
+            for unit in outstanding_grads(cell.spec, iteration.grads):
+                cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
         cell.run(finish_grad_sync)
         return cell.buffers.main_grads()
 
