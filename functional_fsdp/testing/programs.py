@@ -83,7 +83,7 @@ class Player:
         self.play(call(hook, *args, **facts))
 
     def play(self, played: Call) -> None:
-        """Play one hook; ``finish_grad_sync`` first completes the gradients that are outstanding.
+        """Play one hook; ``finish_grad_sync`` first completes the gradients that are outstanding or delayed.
 
         Raises:
             BrokenInvariant: the hook broke an invariant.
@@ -92,6 +92,10 @@ class Player:
         if played.hook == "finish_grad_sync" and isinstance(iteration, Running) and not iteration.closed:
             for unit in outstanding_grads(self.spec, iteration.grads):
                 self.play(call("grads_complete", unit))
+            unwritten = self.state.iteration.grads.unwritten if isinstance(self.state.iteration, Running) else 0
+            for index in range(unwritten.bit_length()):
+                if unwritten >> index & 1:
+                    self.play(call("grads_written", UnitId(index)))
         before = self.state
         hook: Hook = getattr(transitions, played.hook)
         transition = hook(self.spec, before, *played.args, **dict(played.facts))
