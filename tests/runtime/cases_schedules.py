@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 from typing import cast
 
@@ -12,10 +13,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from examples.benchmarks.contenders import GatherCounter
 from examples.pipeline import Log
 from functional_fsdp import Iteration, make_mesh
-from functional_fsdp.core.effects import Install, Reshard, Unshard, WaitUnshard
+from functional_fsdp.core.effects import Install, ReduceGrads, Reshard, Unshard, WaitUnshard
 from functional_fsdp.core.ids import Boundary, Phase
 from tests.runtime.cases_schedules_lane import Lane, Setting, Stages, counts, entries, reports
-from tests.runtime.cases_schedules_plan import lane_numels, lane_plan, late_units, segments, unit_names
+from tests.runtime.cases_schedules_plan import lane_numels, lane_plan, late_units, reductions, segments, unit_names
 from tests.runtime.models import Block, make
 from tests.runtime.twins import gathers, peak_nbytes
 
@@ -39,6 +40,8 @@ def trains(rank: int, world_size: int, setting: Setting, num_steps: int) -> tupl
         assert peak_nbytes(entries(log)) == plan.peak_nbytes, (peak_nbytes(entries(log)), plan.peak_nbytes)
         check_hooks(log)
         check_phases(setting, log)
+        reduced = Counter(names[entry.effect.unit] for entry in entries(log) if isinstance(entry.effect, ReduceGrads))
+        assert reduced == reductions(setting), (reduced, reductions(setting))
     return counts(log)
 
 
@@ -142,10 +145,10 @@ def gathers_beside_fsdp2(rank: int, world_size: int, setting: Setting) -> tuple[
     """Run the same schedule with FSDP2; count all-gathers where torch dispatches them.
 
     Returns:
-        The counts of three iterations, ours and FSDP2's.
+        The counts of two iterations, ours and FSDP2's.
     """
     lane, ours, theirs = Lane(rank, world_size, setting), [], []
-    for step in range(3):
+    for step in range(2):
         lane.expect(step)
         with GatherCounter() as counter, lane.fsdp.iteration(lane.state, key="train") as it:
             lane.runner(it, step).run(setting.slots())
@@ -160,7 +163,7 @@ def gathers_beside_fsdp2(rank: int, world_size: int, setting: Setting) -> tuple[
         for block in (module for module in root.modules() if isinstance(module, Block)):
             torch_fully_shard(block, mesh=mesh)
         torch_fully_shard(root, mesh=mesh)
-    for step in range(3):
+    for step in range(2):
         with GatherCounter() as counter:
             lane.runner(cast(Iteration, Window()), step).run(setting.slots())
         for parameter in model.parameters():
@@ -192,6 +195,7 @@ def one_order(rank: int, world_size: int, setting: Setting) -> tuple[int, int]:
         assert reports(log) == []
         uses = [item for item in lane.order() if not isinstance(item, Boundary)]
         events = [event for segment in segments(setting) for event in segment if event.opens]
-        got = [(names[use.unit], use.phase is Phase.BACKWARD) for use in uses]
-        assert got == [(event.unit, event.backward) for event in events]
+        phases = {True: Phase.BACKWARD, False: Phase.FORWARD}
+        got = [(names[use.unit], use.phase) for use in uses]
+        assert got == [(event.unit, phases[event.backward]) for event in events]
     return len(uses), len(lane.order()) - len(uses)

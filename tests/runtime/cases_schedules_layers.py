@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from examples.pipeline import Log
-from functional_fsdp import fully_shard, make_mesh, optim
+from functional_fsdp import PrefetchPolicy, fully_shard, make_mesh, optim
 from functional_fsdp.core.effects import Reshard, Unshard
 from tests.runtime.cases_schedules import check_hooks, late_gathers
 from tests.runtime.cases_schedules_lane import Stages, counts, entries
 from tests.runtime.formula import Event, padded_numel, replay_plan
 from tests.runtime.models import DIM, Block, call, make, seeded
 from tests.runtime.reference import Reference, check_close, check_tensors
-from tests.runtime.twins import OPTIMIZERS, RECORDED, REGISTRATION, gathers
+from tests.runtime.twins import OPTIMIZERS, RECORDED, gathers
 
 
 class Chain(nn.Module):
@@ -120,7 +120,7 @@ def _layer_events(num_blocks: int, num_microbatches: int) -> list[Event]:
     return events
 
 
-def resets(rank: int, world_size: int) -> dict[str, list[int]]:
+def resets(rank: int, world_size: int, policy: PrefetchPolicy) -> dict[str, list[int]]:
     """Under registration order run five forwards of two roots and three backwards in one iteration.
 
     One forward is under `no_grad` and one in `.eval()` with its graph dropped; between the roots of another there is an
@@ -135,7 +135,7 @@ def resets(rank: int, world_size: int) -> dict[str, list[int]]:
     optimizer_class, options = OPTIMIZERS["adamw"]
     reference = Reference(model, lambda params: optimizer_class(params, **options))
     roots = [model.stage(0), model.stage(1)]
-    fsdp = fully_shard(roots, make_mesh((world_size,)), units=(Block,), prefetch=REGISTRATION)
+    fsdp = fully_shard(roots, make_mesh((world_size,)), units=(Block,), prefetch=policy)
     optimizer = optim.from_torch(optimizer_class, **options)
     state = fsdp.init(optimizer)
 

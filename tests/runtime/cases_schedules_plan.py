@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -69,6 +70,16 @@ def lane_plan(setting: Setting, numels: Mapping[str, int], itemsize: int = 8) ->
     ]
     gathers = tuple(unit for plan in plans for unit in plan.gathers)
     return Plan(gathers, sum(plan.num_on_demand for plan in plans), max(plan.peak_nbytes for plan in plans))
+
+
+def reductions(setting: Setting) -> Counter[str]:
+    """Return how often each unit's gradients are reduced: when no forward waits for its backward any more."""
+    pending: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for event in (event for segment in segments(setting) for event in segment if not event.opens):
+        pending[event.unit] += -1 if event.backward else 1
+        found[event.unit] += event.backward and not pending[event.unit]
+    return found
 
 
 def late_units(setting: Setting, numels: Mapping[str, int], itemsize: int = 8) -> list[str]:
