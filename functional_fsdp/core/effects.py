@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 from functional_fsdp.core.ids import Phase, UnitId
 
+Indices: TypeAlias = tuple[int, ...]
+
 
 class _Line:
     """Prints a record as one line: its name, its unit, and then the other fields by name."""
@@ -69,7 +71,7 @@ class PackGrads(_OfUnit):
     """Copy the unit's gradients into a staging slot on the current stream and drop them; ``missing`` ones are zeros."""
 
     slot: int
-    missing: tuple[int, ...] = ()
+    missing: Indices = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,7 @@
-"""Gradients: a unit's are complete when every forward use that will have a backward has closed it, on all ranks alike.
-
-Those of a unit with ``delayed_grads`` are when the caller says so afterwards.
-"""
+"""Gradients: a unit's are complete when every forward use that will have a backward has closed it, on all ranks alike."""
 
 from functional_fsdp.core.draft import Draft, num_pending
-from functional_fsdp.core.effects import PackGrads, ReduceGrads, WaitReduce, ZeroGrads
+from functional_fsdp.core.effects import Indices, PackGrads, ReduceGrads, WaitReduce, ZeroGrads
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec
 from functional_fsdp.core.state import Counts, Grads
@@ -18,14 +15,12 @@ def expect_backward(draft: Draft, unit: UnitId, change: int, starts: bool = Fals
 
 
 def start_backward(draft: Draft, unit: UnitId, num_open: int) -> None:
-    """Note that a backward use opens beside ``num_open`` others of the unit.
-
-    One for which no forward use waits counts as its own: a second pass through one graph, or reentrant checkpointing.
-    """
+    """Note that a backward use opens beside ``num_open`` others; one that no forward waits for counts as its own."""
+    # Such come from a second pass through one graph, and from reentrant checkpointing.
     expect_backward(draft, unit, int(num_pending(draft.spec, draft.grads, unit) <= num_open), True)
 
 
-def backward_closed(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
+def backward_closed(draft: Draft, unit: UnitId, missing: Indices) -> None:
     """Note that a backward use has closed; the last that the unit's gradients wait for reduces them, unless delayed."""
     expect_backward(draft, unit, -1)
     if draft.spec.trainable >> unit & 1:
@@ -36,7 +31,7 @@ def backward_closed(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> Non
             reduce_grads(draft, unit, missing)
 
 
-def reduce_grads(draft: Draft, unit: UnitId, missing: tuple[int, ...]) -> None:
+def reduce_grads(draft: Draft, unit: UnitId, missing: Indices) -> None:
     """Pack and reduce the unit's gradients in the next staging slot; when all are taken it is the oldest's."""
     grads, reducing = draft.grads, draft.grads.reducing
     slot = (reducing[-1].slot + 1) % NUM_STAGING_SLOTS if reducing else 0
@@ -59,7 +54,6 @@ def finish_grads(draft: Draft) -> None:
     """Wait for every reduction, and give zeros to trainable units that no backward reached."""
     grads, trainable = draft.grads, draft.spec.trainable
     draft.effects += (WaitReduce(reduction.unit, reduction.slot) for reduction in grads.reducing)
-    unreached = trainable & ~grads.reduced
-    units = map(UnitId, range(unreached.bit_length()))
-    draft.effects += (ZeroGrads(unit) for unit in units if unreached >> unit & 1)
+    units = map(UnitId, range(trainable.bit_length()))
+    draft.effects += (ZeroGrads(unit) for unit in units if (trainable & ~grads.reduced) >> unit & 1)
     draft.grads = Grads(Counts(), grads.started, (), trainable)

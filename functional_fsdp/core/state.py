@@ -88,9 +88,9 @@ class StoredOrder:
 class Running:
     """Inside an iteration.
 
-    ``walks`` are what lookahead follows: of a replay a strict one, where each item must be the next; under REGISTRATION
-    a forward and a backward one that are not strict; none if it records or gathers on demand. ``recording`` is what
-    happened so far, None if that is not recorded, ``peak_open`` the most units with weights open together, and the most bytes.
+    ``walks`` are what lookahead follows: a replay's is strict, so that each item must be the next; REGISTRATION has two
+    that are not, forward and backward; recording or on demand there is none. ``recording`` is what happened so far,
+    None if that is not recorded, ``peak_open`` the most units with weights open together, and the most bytes.
     ``num_divergences`` counts iterations in a row that left the order, ``depth`` those entered and not left, which
     joined the first. When the order is ``closed``, ``outcome`` is what the key will store, None if nothing new.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room, num_pending
-from functional_fsdp.core.effects import Effect
+from functional_fsdp.core.effects import Effect, Indices
 from functional_fsdp.core.errors import GradientError, HookOrderError, unexpected
 from functional_fsdp.core.gradients import backward_closed, expect_backward, reduce_grads, start_backward
 from functional_fsdp.core.ids import Phase, UnitId
@@ -65,13 +65,7 @@ def open_use(
 
 
 def close_use(
-    spec: ModelSpec,
-    state: FsdpState,
-    unit: UnitId,
-    phase: Phase,
-    *,
-    has_backward: bool = False,
-    missing: tuple[int, ...] = (),
+    spec: ModelSpec, state: FsdpState, unit: UnitId, phase: Phase, *, has_backward: bool = False, missing: Indices = ()
 ) -> Transition:
     """Close a use: compute issued so far was the last to read the unit's weights for it.
 
@@ -100,7 +94,7 @@ def close_use(
     return draft.transition()
 
 
-def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
+def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: Indices = ()) -> Transition:
     """Reduce the unit's gradients; no forward use of it waits for a backward afterwards.
 
     ``missing`` are the indices of trainable parameters that got no gradient; they count as zero.
@@ -114,15 +108,14 @@ def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: 
         instead = "call it only for units in outstanding_grads"
         raise GradientError(unexpected(where, "a unit that trains", "a frozen one", instead))
     _check_takes_grads(draft, "grads_complete", unit)
-    index = draft.index(unit)
-    if index >= 0 and draft.live[index].open_uses[phase_index(Phase.BACKWARD)]:
+    if any(u.unit == unit and u.open_uses[phase_index(Phase.BACKWARD)] for u in draft.live):
         raise HookOrderError(unexpected(where, "no open BACKWARD use", "one", "call post_backward first"))
     expect_backward(draft, unit, -num_pending(spec, draft.grads, unit))
     reduce_grads(draft, unit, missing)
     return draft.transition()
 
 
-def grads_written(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
+def grads_written(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: Indices = ()) -> Transition:
     """Reduce the gradients of a unit with ``delayed_grads``: after its last backward the caller has written them.
 
     Raises:
@@ -166,7 +159,7 @@ def pre_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, outermost: 
     return open_use(spec, state, unit, Phase.BACKWARD, outermost=outermost)
 
 
-def post_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: tuple[int, ...] = ()) -> Transition:
+def post_backward(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: Indices = ()) -> Transition:
     """Close a BACKWARD use; see ``close_use``."""
     return close_use(spec, state, unit, Phase.BACKWARD, missing=missing)
 
@@ -175,7 +168,7 @@ class StillOpen(NamedTuple):
     """A backward use that no gradient of an input closed; ``missing`` as in ``post_backward``."""
 
     unit: UnitId
-    missing: tuple[int, ...] = ()
+    missing: Indices = ()
 
 
 def backward_end(spec: ModelSpec, state: FsdpState, still_open: Iterable[StillOpen]) -> Transition:
@@ -196,5 +189,5 @@ def _check_takes_grads(draft: Draft, hook: str, unit: UnitId) -> None:
 def _with_open(unit_state: UnitState, column: int, change: int) -> UnitState:
     """Return the unit with ``change`` more open uses of a phase; an open unit is UNSHARDED."""
     uses = unit_state.open_uses
-    uses = (*uses[:column], uses[column] + change, *uses[column + 1 :])
-    return UnitState(unit_state.unit, Residency.UNSHARDED, uses)
+    changed = (*uses[:column], uses[column] + change, *uses[column + 1 :])
+    return UnitState(unit_state.unit, Residency.UNSHARDED, changed)

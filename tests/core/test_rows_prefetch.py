@@ -239,6 +239,25 @@ def test_a23_recompute_does_not_release_what_backward_holds(policy: PrefetchPoli
             assert Unshard(B, Phase.RECOMPUTE) not in played.effects
 
 
+def test_a23_the_phase_travels_in_the_gathers_effect() -> None:
+    """A23: a checkpoint around the whole model recomputes before any backward: gathered ahead, for its phase, once."""
+    player = Player(small_spec((0, 8, 8), RECORDED))
+    calls = (
+        *forward(Node(A)), *forward(Node(B)), *recompute(Node(A)), *recompute(Node(B)),
+        *backward(Node(A), Node(B)), *forward(Node(B, has_backward=False)), *recompute(Node(A)),
+    )  # fmt: skip
+    iterate(player, calls)
+    recorded, begin = gathers(player), len(player.steps)
+    assert [phase for unit, phase in recorded if unit == A].count(Phase.RECOMPUTE) == 2
+    iterate(player, calls)
+    # B stays from its forward over its recompute to its backward only where the next use is B's too.
+    assert gathers(player, begin) == [
+        (A, Phase.FORWARD), (B, Phase.FORWARD), (A, Phase.RECOMPUTE), (B, Phase.RECOMPUTE),
+        (A, Phase.BACKWARD), (B, Phase.FORWARD), (A, Phase.RECOMPUTE),
+    ]  # fmt: skip
+    assert on_demand(player, begin) == 1 and reports(player) == []
+
+
 def test_a24_dry_run_before_the_first_step() -> None:
     """A24: under `evaluate` no cursor moves and nothing is recorded."""
     player = Player(small_spec(THREE, RECORDED))
