@@ -269,7 +269,7 @@ class Reference:
             losses.append((x - target).square().mean())
         torch.stack(losses).mean().backward()
         self._optimizer.step()
-        return losses
+        return [loss.detach() for loss in losses]
 
     def differences(
         self, where: str, stages: Sequence[int], grads: Mapping[str, Tensor], weights: Mapping[str, Tensor]
