@@ -44,14 +44,18 @@ def invariant_errors(spec: ModelSpec, state: FsdpState) -> tuple[str, ...]:
     slots = [reduction.slot for reduction in iteration.grads.reducing] if isinstance(iteration, Running) else []
     nbytes = sum(spec.units[unit_state.unit].nbytes for unit_state in live)
     early = [u.unit for u in live if u.residency is Residency.GATHERING and u.is_open]
-    broken = {
-        f"S1: a unit is live twice: {live}": len({u.unit for u in live}) < len(live),
-        f"S2: gathering units have an open use: {early}": bool(early),
-        f"S3: live between iterations: {live}": bool(live) and isinstance(iteration, Idle),
-        f"S4: staging slots in flight: {slots}": len(set(slots) & set(range(NUM_STAGING_SLOTS))) < len(slots),
-        f"S5: {nbytes} live bytes exceed the budget of {budget}": budget is not None and nbytes > budget,
-    }
-    return tuple(line for line, is_broken in broken.items() if is_broken)
+    broken: list[str] = []
+    if len({u.unit for u in live}) < len(live):
+        broken.append(f"S1: a unit is live twice: {live}")
+    if early:
+        broken.append(f"S2: gathering units have an open use: {early}")
+    if live and isinstance(iteration, Idle):
+        broken.append(f"S3: live between iterations: {live}")
+    if len(set(slots) & set(range(NUM_STAGING_SLOTS))) < len(slots):
+        broken.append(f"S4: staging slots in flight: {slots}")
+    if budget is not None and nbytes > budget:
+        broken.append(f"S5: {nbytes} live bytes exceed the budget of {budget}")
+    return tuple(broken)
 
 
 class TraceChecker:

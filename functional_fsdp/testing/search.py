@@ -118,8 +118,8 @@ class Search:
         hook: Callable[..., Transition] = getattr(transitions, played.hook)
         transition = hook(self.spec, node.state, *played.args, **dict(played.facts))
         self.num_hooks += 1
-        checker, trail = node.checker.copy(), (*node.trail, str(played))
-        wrong = checker.feed(node.state, str(played), transition)
+        checker, line = node.checker.copy(), str(played)
+        wrong, trail = checker.feed(node.state, line, transition), (*node.trail, line)
         if wrong:
             raise BrokenInvariant("\n".join((*wrong, *trail)))
         diverged = any(isinstance(effect, Report) for effect in transition.effects)
