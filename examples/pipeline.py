@@ -149,7 +149,7 @@ class Log:
     """One iteration's effects, each with the slot that ran, and how many messages came in."""
 
     def __init__(self) -> None:
-        self.slot = ""
+        self.slot = "begin_iteration"
         self.num_receives = 0
         self.entries: list[tuple[str, LogEntry]] = []
 
@@ -346,7 +346,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def print_rank(fsdp: FullySharded, state: TrainState, replay: Log, rows: Sequence[GatherCounts]) -> None:
     """Print what one rank did: its order, a trace, and how many gathers each iteration had."""
-    print("\nunits:", ", ".join(f"{index} {unit.name}" for index, unit in enumerate(fsdp.spec.units)))
+    print("\nunits:", ", ".join(f"{index} {unit.name!r}" for index, unit in enumerate(fsdp.spec.units)))
     order = [str(item) for stored in state.fsdp.orders if stored.committed for item in stored.committed.items]
     print("\norder:", textwrap.fill(", ".join(order), 120, subsequent_indent="    ", break_on_hyphens=False))
     print("\ntrace of a replay:", *replay.lines(), sep="\n")

@@ -32,7 +32,7 @@ def test_four_ranks_equal_unsharded_training(worlds: Worlds, schedule: str, prin
             assert output == ""
             continue
         slots = [make_schedule(schedule, of, 2, 4) for of in range(2)]
-        assert output.startswith("\n".join(show_schedules(slots)) + "\n\nunits: 0 ")
+        assert output.startswith("\n".join(show_schedules(slots)) + "\n\nunits: 0 '")
         assert f"\n{schedule}, 3 steps: equal to unsharded training\n" in output
         (first, *replays) = rows_of(output)
         assert first[1] == 0 and first[2] > 1
