@@ -50,5 +50,9 @@ class PeerMismatch(FsdpError):
     """Ranks of one process group do not agree on what to run."""
 
 
+class PeerFault(FsdpError):
+    """A rank failed, ended, or did not come in time."""
+
+
 class OutputTypeError(FsdpError):
     """A unit's output has a type in which tensors cannot be found."""

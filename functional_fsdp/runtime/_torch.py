@@ -7,13 +7,14 @@ group, 2.13: 2.2 against 3.4 microseconds for a gather, 1.2 against 3.0 for an a
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions, Store
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 _TensorClass = TypeVar("_TensorClass", bound=Tensor)
@@ -47,31 +48,85 @@ _ALL_TO_ALL_OPTIONS = _async_options(AllToAllOptions())
 _EQUAL_SPLITS: tuple[int, ...] = ()
 
 
-def all_gather_base(pg: ProcessGroup, out: Tensor, inp: Tensor) -> Work:
+class Exchange:
+    """Messages to and from each other rank in flight; they pair by their tag alone.
+
+    gloo's own all-gather pairs by the order of calls, and where the peers' sizes differ its thread ends the process
+    (2.13, "terminate called ... op.preamble.length <= op.nbytes"). A message whose tag no peer sends is only not there.
+    """
+
+    __slots__ = ("__weakref__", "_dropped", "_works")
+
+    def __init__(self, pg: ProcessGroup, tag: int, receive: Sequence[Tensor], send: Sequence[Tensor]) -> None:
+        self._dropped = False
+        self._works: list[Work] = []
+        rank = pg.rank()
+        receive[rank].copy_(send[rank])
+        peers = [peer for peer in range(pg.size()) if peer != rank]
+        try:
+            for peer in peers:
+                self._works.append(pg.send([send[peer]], peer, tag))
+            for peer in peers:
+                self._works.append(pg.recv([receive[peer]], peer, tag))
+        except RuntimeError:
+            self.drop()
+            raise
+
+    def wait(self) -> None:
+        """Block until all have come and all are sent; one failure drops the rest, which then write nothing.
+
+        Raises:
+            RuntimeError: by gloo, if a peer's connection closes or it does not come in time; or they were dropped.
+        """
+        try:
+            while self._works:
+                self._works.pop().wait()
+        except BaseException:
+            self.drop()
+            raise
+        if self._dropped:
+            raise RuntimeError("the messages were dropped before they came")
+
+    def drop(self) -> None:
+        """Give up what is in flight: nothing is written any more.
+
+        A handle that lived on, e.g. in a traceback, would keep the connections open, and peers waiting.
+        """
+        self._dropped = True
+        self._works.clear()
+
+
+def all_gather_base(pg: ProcessGroup, out: Tensor, inp: Tensor, tag: int | None = None) -> Work | Exchange:
     """Start gathering ``inp`` ``[numel]`` of each rank into ``out`` ``[num_ranks * numel]``.
 
     Args:
         pg: the group.
         out: contiguous, same dtype and device as ``inp``. It may contain ``inp`` as this rank's slice.
         inp: contiguous.
+        tag: on gloo, what it pairs with; None pairs by the order of calls.
 
     Returns:
         The handle; ``out`` is good after its ``wait()``.
     """
+    if tag is not None:
+        return Exchange(pg, tag, out.view(pg.size(), -1).unbind(), [inp] * pg.size())
     return _all_gather(pg, out, inp, _ALL_GATHER_OPTIONS)
 
 
-def all_to_all_base(pg: ProcessGroup, out: Tensor, inp: Tensor) -> Work:
+def all_to_all_base(pg: ProcessGroup, out: Tensor, inp: Tensor, tag: int | None = None) -> Work | Exchange:
     """Start sending slice r of ``inp`` ``[num_ranks * numel]`` to rank r; ``out`` has the ranks' slices in order.
 
     Args:
         pg: the group.
         out: contiguous, shape and dtype of ``inp``, other storage.
         inp: contiguous; its length is a multiple of the number of ranks.
+        tag: as in ``all_gather_base``.
 
     Returns:
         The handle; ``out`` is good, and ``inp`` free, after its ``wait()``.
     """
+    if tag is not None:
+        return Exchange(pg, tag, out.view(pg.size(), -1).unbind(), inp.view(pg.size(), -1).unbind())
     return _all_to_all(pg, out, inp, _EQUAL_SPLITS, _EQUAL_SPLITS, _ALL_TO_ALL_OPTIONS)
 
 
@@ -92,12 +147,30 @@ def reduce_scatter_base(pg: ProcessGroup, out: Tensor, inp: Tensor, op: ReduceOp
     return _reduce_scatter(pg, out, inp, options)
 
 
-def new_group_like(group: ProcessGroup) -> ProcessGroup:
-    """Return a second communicator over the ranks of ``group``; only those ranks need to call it."""
+def new_group_like(group: ProcessGroup, timeout: datetime.timedelta) -> ProcessGroup:
+    """Return another communicator over the ranks of ``group``; only those ranks need to call it."""
     ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    made = dist.new_group(ranks, timeout, dist.get_backend(group), use_local_synchronization=True)
     assert isinstance(made, ProcessGroup), "this rank is one of them"
     return made
+
+
+def new_gloo_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroup:
+    """Return a communicator on CPU that meets in ``store``; it is closed when the last reference to it is dropped.
+
+    ``dist.new_group`` names a group by how many this process has made, so that after a failure on one rank no two
+    ranks would meet again.
+    """
+    group = ProcessGroup(store, rank, size)
+    kind = ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    return group
+
+
+def default_store() -> Store:
+    """Return the store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def make_wrapper_subclass(cls: type[_TensorClass], like: Tensor, *, requires_grad: bool) -> _TensorClass:

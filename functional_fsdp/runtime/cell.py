@@ -9,19 +9,24 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
-from functional_fsdp.core.effects import Effect
+from functional_fsdp.core.effects import Effect, Report
+from functional_fsdp.core.ids import Key
+from functional_fsdp.core.order import CommittedOrder
 from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.core.state import FsdpState, Running, Transition
+from functional_fsdp.core.transitions import abort_iteration, begin_iteration
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.buffers import Buffers
 from functional_fsdp.runtime.interpreter import Collectives, Interpreter, Streams
+from functional_fsdp.runtime.peers import Meeting, Peers
+from functional_fsdp.runtime.verdict import check_answers, render_order
 
 P = ParamSpec("P")
 
@@ -55,11 +60,16 @@ class Cell:
         buffers: its tensors.
         streams: of the device.
         collectives: launch its communication.
+        peers: the other ranks.
     """
 
-    def __init__(self, spec: ModelSpec, buffers: Buffers, streams: Streams, collectives: Collectives) -> None:
+    def __init__(
+        self, spec: ModelSpec, buffers: Buffers, streams: Streams, collectives: Collectives, peers: Peers
+    ) -> None:
         self.spec = spec
         self.buffers = buffers
+        self.peers = peers
+        self._agreed: dict[Key, CommittedOrder] = {}
         self.state = FsdpState()
         self.token: IterationToken | None = None
         self.evaluating = False
@@ -86,9 +96,55 @@ class Cell:
         """Run one hook through its transition and apply what it asks for."""
         with self._lock:
             self._num_hooks += 1
-            self.state, effects = hook(self.spec, self.state, *args, **facts)
+            state, effects = hook(self.spec, self.state, *args, **facts)
+            if effects and self.replays:
+                self._agree_on_divergence(effects)
+            self.state = state
             if effects:
                 self._interpreter.apply(effects)
+
+    @property
+    def replays(self) -> bool:
+        """Whether each item is validated against an order."""
+        iteration = self.state.iteration
+        return isinstance(iteration, Running) and len(iteration.walks) == 1
+
+    def begin(self, key: Key | None, rerecord: bool) -> None:
+        """Run ``begin_iteration``, once all ranks have named the same order for ``key``.
+
+        Raises:
+            PeerMismatch: they did not.
+            PeerFault: not all ranks came in time.
+        """
+        self.peers.begin(key)
+        if not (self.peers.alone or rerecord):
+            self._agree_on_order(key)
+        self.run(begin_iteration, key, rerecord=rerecord)
+
+    def compare_launched(self, where: str) -> Meeting | None:
+        """Start to compare with the peers what no order has validated; None if there is nothing."""
+        return self.peers.compare_launched(where, validated=self.replays)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the peers, and return to the state before the iteration."""
+        self.peers.abort(error)
+        self.run(abort_iteration)
+
+    def _agree_on_order(self, key: Key | None) -> None:
+        order = next((stored.committed for stored in self.state.orders if stored.key == key), None)
+        # The very object, which replays pass on: a state that was loaded or recorded anew has another.
+        if key is None or order is None or self._agreed.get(key) is order:
+            return
+        lines = render_order(self.spec, order)
+        check_answers(key, self.peers.meet(f"begin_iteration(key={key!r}), before its first replay", lines).wait())
+        self._agreed[key] = order
+
+    def _agree_on_divergence(self, effects: Sequence[Effect]) -> None:
+        """Before anything off the order is launched, hear from all peers that they left it alike."""
+        for effect in effects:
+            if isinstance(effect, Report):
+                self.peers.diverge(effect.message)
+                return
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
         """Let gathers read ``params``, and graphs belong to a new iteration."""
@@ -101,6 +157,7 @@ class Cell:
     def unbind(self) -> None:
         """Forget what ``bind`` was given."""
         self.token = None
+        self.peers.end()
         self.evaluating = False
         self.forward_task = None
         self.buffers.bind({})

@@ -1,21 +1,26 @@
 """Collectives of the units, behind the interpreter's ``Collectives`` protocol.
 
 On CPU a reduction is an all-to-all and a sum in rank order: measured at half the time of gloo's reduce-scatter, and
-the order of the sum is the same in every run.
+the order of the sum is the same in every run. There every message is tagged with its unit, so that a gather never pairs
+with another unit's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from functional_fsdp.core.ids import Phase, UnitId
 from functional_fsdp.runtime import _torch
-from functional_fsdp.runtime.buffers import Buffers
+from functional_fsdp.runtime.buffers import Bucket, Buffers, Staging
 from functional_fsdp.runtime.interpreter import Collectives, Completion
+from functional_fsdp.runtime.peers import Peers
+
+MAX_BUCKETS = 256
+"""Buckets of one unit, far more than there are dtypes: a message's tag names its unit and bucket."""
 
 
 class _All:
@@ -68,19 +73,33 @@ class _Recorded:
 
 
 class _Gathers:
-    def __init__(self, buffers: Buffers, gather_group: ProcessGroup, reduce_group: ProcessGroup) -> None:
+    def __init__(self, buffers: Buffers, peers: Peers) -> None:
         self._buffers = buffers
-        self._gather_group = gather_group
-        self._reduce_group = reduce_group
+        self._peers = peers
+        names = [f"{unit}  # {tensors.name}" for unit, tensors in enumerate(buffers.units)]
+        # Made once: a line is noted for each launch.
+        self._gather_lines = {phase: [f"gather {name} for {phase}" for name in names] for phase in Phase}
+        self._reduce_lines = [f"reduce {name}" for name in names]
 
     def gather(self, unit: UnitId, phase: Phase) -> Completion:
         """All-gather the bound shards of the unit into its full storage, in place."""
-        buffers = self._buffers
+        peers, params, line = self._peers, self._buffers.params, self._gather_lines[phase][unit]
+        peers.launched.append(line)
+        start = _torch.all_gather_base
         works = [
-            _torch.all_gather_base(self._gather_group, bucket.full, bucket.shard(buffers.params))
-            for bucket in buffers.units[unit].buckets
+            peers.launch(line, "gather", start, bucket.full, bucket.shard(params), self._tag(unit, index))
+            for index, bucket in enumerate(self._buffers.units[unit].buckets)
         ]
         return works[0] if len(works) == 1 else _All(works)
+
+    def _tag(self, unit: UnitId, index: int) -> int | None:
+        return unit * MAX_BUCKETS + index if self._peers.tagged else None
+
+    def _packed(self, unit: UnitId, slot: int) -> Iterator[tuple[Bucket, Staging]]:
+        """Note that the unit's gradients are reduced, and return what is packed in the slot."""
+        self._peers.launched.append(self._reduce_lines[unit])
+        trainable = (bucket for bucket in self._buffers.units[unit].buckets if bucket.layout.trains)
+        return zip(trainable, self._buffers.staging(unit, slot), strict=True)
 
 
 class GlooCollectives(_Gathers):
@@ -88,13 +107,18 @@ class GlooCollectives(_Gathers):
 
     def reduce(self, unit: UnitId, slot: int, accumulate: bool) -> Completion:
         """Exchange a packed slot; waiting averages it into the main gradient."""
-        buffers, group = self._buffers, self._reduce_group
-        trainable = (bucket for bucket in buffers.units[unit].buckets if bucket.layout.trains)
         averages = []
-        for bucket, staging in zip(trainable, buffers.staging(unit, slot), strict=True):
-            work = _torch.all_to_all_base(group, staging.receive, staging.send)
-            num_ranks = bucket.layout.num_ranks
-            averages.append(_Average(work, staging.receive, buffers.main_grad(bucket), num_ranks, accumulate))
+        for index, (bucket, staging) in enumerate(self._packed(unit, slot)):
+            work = self._peers.launch(
+                self._reduce_lines[unit],
+                "reduce",
+                _torch.all_to_all_base,
+                staging.receive,
+                staging.send,
+                self._tag(unit, index),
+            )
+            main_grad, num_ranks = self._buffers.main_grad(bucket), bucket.layout.num_ranks
+            averages.append(_Average(work, staging.receive, main_grad, num_ranks, accumulate))
         return averages[0] if len(averages) == 1 else _All(averages)
 
 
@@ -103,19 +127,16 @@ class NcclCollectives(_Gathers):
 
     def reduce(self, unit: UnitId, slot: int, accumulate: bool) -> Completion:
         """Reduce-scatter a packed slot into the main gradient; done at the event recorded after it."""
-        buffers, group = self._buffers, self._reduce_group
-        trainable = (bucket for bucket in buffers.units[unit].buckets if bucket.layout.trains)
-        for bucket, staging in zip(trainable, buffers.staging(unit, slot), strict=True):
-            main_grad = buffers.main_grad(bucket)
+        peers, line = self._peers, self._reduce_lines[unit]
+        for bucket, staging in self._packed(unit, slot):
+            main_grad = self._buffers.main_grad(bucket)
             reduced = staging.receive.narrow(0, 0, main_grad.numel()) if accumulate else main_grad
-            _torch.reduce_scatter_base(group, reduced, staging.send, ReduceOp.AVG).wait()
+            peers.launch(line, "reduce", _torch.reduce_scatter_base, reduced, staging.send, ReduceOp.AVG).wait()
             if accumulate:
                 main_grad.add_(reduced)
         return _Recorded(main_grad.device)
 
 
-def make_collectives(buffers: Buffers, gather_group: ProcessGroup, reduce_group: ProcessGroup) -> Collectives:
-    """Return the collectives for the backend of ``gather_group``."""
-    if torch.distributed.get_backend(gather_group) == "nccl":
-        return NcclCollectives(buffers, gather_group, reduce_group)
-    return GlooCollectives(buffers, gather_group, reduce_group)
+def make_collectives(buffers: Buffers, peers: Peers, device: torch.device) -> Collectives:
+    """Return the collectives for the backend that serves ``device``."""
+    return (NcclCollectives if device.type == "cuda" else GlooCollectives)(buffers, peers)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_fsdp.core.errors import FsdpError, IterationError
@@ -25,8 +23,9 @@ from functional_fsdp.runtime.cell import Cell, LogEntry
 from functional_fsdp.runtime.collectives import make_collectives
 from functional_fsdp.runtime.hooks import GraphTasks, UnitHooks
 from functional_fsdp.runtime.mesh import check_mesh, check_process_group, make_mesh, mesh_device
-from functional_fsdp.runtime.peers import check_same_model
+from functional_fsdp.runtime.peers import Peers
 from functional_fsdp.runtime.placeholder import forbid_state_dict, make_placeholder
+from functional_fsdp.runtime.same_model import check_same_model
 from functional_fsdp.runtime.state import TrainState, Update, check_usable, update_state
 from functional_fsdp.runtime.step import Iteration
 from functional_fsdp.runtime.streams import make_streams
@@ -41,6 +40,7 @@ def fully_shard(
     placements: Placements | None = None,
     prefetch: PrefetchPolicy = PrefetchPolicy(),
     delayed_grads: Iterable[nn.Module] = (),
+    peer_timeout_s: float = 600.0,
 ) -> FullySharded:
     """Shard modules: afterwards they are only the program, and their weights go to the state that ``init`` returns.
 
@@ -52,9 +52,11 @@ def fully_shard(
         prefetch: which order lookahead follows, and its budgets.
         delayed_grads: modules of units of which some weight gradient is written after the backward; they are reduced
             when ``it.grads_written(module)`` says that it is.
+        peer_timeout_s: seconds that a rank waits for the others at most, before it says which did not come.
 
     Raises:
         ValueError: there is no process group, or an argument does not fit; the modules are as before.
+        PeerFault: not all ranks call it in time.
     """
     check_process_group("fully_shard")
     placements = zero3() if placements is None else placements
@@ -62,7 +64,9 @@ def fully_shard(
     check_mesh(mesh, placements)
     roots = (roots,) if isinstance(roots, nn.Module) else tuple(roots)
     found = declare_delayed(find_units(roots, units), delayed_grads)
-    return FullySharded(found, mesh, prefetch)
+    if not peer_timeout_s > 0:
+        raise ValueError(f"fully_shard: expected peer_timeout_s above 0 seconds, got {peer_timeout_s}.")
+    return FullySharded(found, mesh, prefetch, Peers(mesh.get_group(0), mesh_device(mesh), peer_timeout_s))
 
 
 class FullySharded:
@@ -70,31 +74,32 @@ class FullySharded:
 
     Attributes:
         spec: what the pure core knows of the model.
+        peers: the other ranks; ``peers.observer`` is told of each use of the control channel.
     """
 
     spec: ModelSpec
+    peers: Peers
 
-    def __init__(self, found: Sequence[UnitModule], mesh: DeviceMesh, prefetch: PrefetchPolicy) -> None:
+    def __init__(self, found: Sequence[UnitModule], mesh: DeviceMesh, prefetch: PrefetchPolicy, peers: Peers) -> None:
         device = mesh_device(mesh)
-        gather_group = mesh.get_group(0)
-        layouts = lay_out([unit.specs for unit in found], gather_group.size())
-        self.spec = model_spec([_unit_spec(*pair) for pair in zip(found, layouts, strict=True)], prefetch)
+        layouts = lay_out([unit.specs for unit in found], peers.num_ranks)
+        units = [_unit_spec(*pair) for pair in zip(found, layouts, strict=True)]
+        self.spec = model_spec(units, prefetch)
         self._device = device
-        self._gather_group = gather_group
-        # Late reductions must not delay gathers, so they get a communicator of their own.
-        self._reduce_group = _torch.new_group_like(gather_group)
+        self.peers = peers
         tensors = [_unit_tensors(*pair, device) for pair in zip(found, layouts, strict=True)]
         buffers = Buffers(tensors, device)
-        self._initial: dict[str, Tensor] | None = _cut(found, layouts, buffers, gather_group.rank(), device)
+        self._initial: dict[str, Tensor] | None = _cut(found, layouts, buffers, peers.rank, device)
         self._sums = {
             spec.name: param.detach().sum(dtype=torch.float64).item()
             for unit in found
             for spec, param in zip(unit.specs, unit.params, strict=True)
             if param.is_floating_point()
         }
-        self._cell = Cell(
-            self.spec, buffers, make_streams(device), make_collectives(buffers, gather_group, self._reduce_group)
-        )
+        collectives = make_collectives(buffers, peers, device)
+        self._cell = Cell(self.spec, buffers, make_streams(device), collectives, peers)
+        # From here on nothing is wrong with this rank's arguments, and no module has been changed.
+        peers.connect()
         self._tasks = GraphTasks()
         self._unit_ids = {unit.module: UnitId(index) for index, unit in enumerate(found)}
         for unit, module in enumerate(found):
@@ -109,6 +114,7 @@ class FullySharded:
 
         Raises:
             PeerMismatch: ranks shard different models, or start from different weights.
+            PeerFault: not all ranks came in time.
             FsdpError: it was called before.
         """
         if self._initial is None:
@@ -116,7 +122,7 @@ class FullySharded:
                 "init: expected the first call, got another; the weights went to the state that the first one "
                 "returned. Copy that with map_tensors(torch.clone, state)."
             )
-        check_same_model(self._reduce_group, self.spec, self._cell.buffers, self._sums)
+        check_same_model(self.peers, self.spec, self._cell.buffers, self._sums)
         params, self._initial = self._initial, None
         return TrainState(params, optimizer.init(params), FsdpState())
 
@@ -164,18 +170,21 @@ class FullySharded:
         """Gather whole tensors by parameter name from flat shards (weights, gradients or optimizer tensors).
 
         Every rank must call it. Keys that ``flat`` lacks are left out.
+
+        Raises:
+            PeerMismatch: a rank makes another call, or gathers other keys.
+            PeerFault: not all ranks came in time.
         """
         check_usable("full_tensors", flat)
         full: dict[str, Tensor] = {}
-        for unit in self._cell.buffers.units:
-            for bucket in unit.buckets:
-                if bucket.layout.key in flat:
-                    shard = bucket.shard(flat).contiguous()
-                    gathered = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=shard.device)
-                    _torch.all_gather_base(self._gather_group, gathered, shard).wait()
-                    for place in bucket.layout.ranges:
-                        piece = gathered[place.start : place.stop].clone()
-                        full[place.param.name] = piece.view(place.param.shape)
+        self.peers.call_together("full_tensors", sorted(flat))
+        for index, (layout, shard) in enumerate(self._shards(flat)):
+            gathered = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
+            tag = index if self.peers.tagged else None
+            self.peers.launch("full_tensors", "gather", _torch.all_gather_base, gathered, shard, tag).wait()
+            for place in layout.ranges:
+                piece = gathered[place.start : place.stop].clone()
+                full[place.param.name] = piece.view(place.param.shape)
         return full
 
     def unsharded_nbytes(self) -> int:
@@ -185,6 +194,12 @@ class FullySharded:
     def observe(self, observer: Callable[[LogEntry], None]) -> AbstractContextManager[None]:
         """Call ``observer`` with a ``LogEntry`` after each effect while inside the ``with`` block."""
         return self._cell.observe(observer)
+
+    def _shards(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[BucketLayout, Tensor]]:
+        for unit in self._cell.buffers.units:
+            for bucket in unit.buckets:
+                if bucket.layout.key in flat:
+                    yield bucket.layout, bucket.shard(flat).contiguous()
 
     def _check_state(self, where: str, state: TrainState) -> None:
         check_usable(where, state.params)

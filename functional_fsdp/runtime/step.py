@@ -16,7 +16,6 @@ from functional_fsdp.core.ids import Key, UnitId
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.state import Running
 from functional_fsdp.core.transitions import (
-    abort_iteration,
     begin_iteration,
     boundary,
     end_iteration,
@@ -86,9 +85,10 @@ class Iteration:
             raise IterationError("iteration: expected a state between iterations, got one of a running iteration.")
         before, cell.state = cell.state, self._bound.fsdp
         try:
-            cell.run(begin_iteration, self._key, rerecord=self._rerecord)
+            cell.begin(self._key, self._rerecord)
         except BaseException:
             cell.state = before
+            cell.peers.end()
             raise
         cell.bind(self._bound.params)
 
@@ -96,24 +96,27 @@ class Iteration:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._abort()
+            self._abort(error)
             return
         try:
             self._check_running("end of the iteration")
+            meeting = None if self._joined else self._cell.compare_launched("end_iteration")
             self._cell.run(end_iteration)
-        except BaseException:
-            self._abort()
+            if meeting is not None:
+                meeting.check()
+        except BaseException as failure:
+            self._abort(failure)
             raise
         self._state = TrainState(self._bound.params, self._bound.opt_state, self._cell.state)
         if not self._joined:
             self._leave()
 
-    def _abort(self) -> None:
+    def _abort(self, error: BaseException) -> None:
         """Drop all that the iteration has under way; an iteration inside it may have done so."""
         if self._cell.token is not self._token:
             return
         try:
-            self._cell.run(abort_iteration)
+            self._cell.abort(error)
         finally:
             self._leave()
 
@@ -135,6 +138,7 @@ class Iteration:
         cell = self._cell
         self._check_running("evaluate")
         before, cell.evaluating = cell.evaluating, True
+        cell.peers.has_evaluated = True
         try:
             with torch.no_grad():
                 yield
@@ -216,16 +220,23 @@ class Iteration:
         Raises:
             IterationError: the iteration has ended.
             HookOrderError: a forward or backward is under way.
+            PeerMismatch: the ranks did not launch the same.
+            PeerFault: a rank failed, ended, or did not come in time.
         """
         self._check_running("finish_grad_sync")
         cell = self._cell
         iteration = cell.state.iteration
         assert isinstance(iteration, Running), "checked above"
+        meeting = None
         # Where a use is open nothing is completed: it is the hook after this that names it.
         if not any(unit_state.is_open for unit_state in cell.state.live):
             for unit in outstanding_grads(cell.spec, iteration.grads):
                 cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
+            # Messages of the comparison travel while the reductions are waited for.
+            meeting = cell.compare_launched("finish_grad_sync")
         cell.run(finish_grad_sync)
+        if meeting is not None:
+            meeting.check()
         return cell.buffers.main_grads()
 
     def _check_running(self, hook: str) -> None:

@@ -55,6 +55,7 @@ class Twins:
         optimizer: str = "adamw",
         seed: int = 7,
         sharded_optimizer: optim.Optimizer | None = None,
+        peer_timeout_s: float = 600.0,
     ) -> None:
         self.rank, self.world_size, self.scenario, self.dtype = rank, world_size, scenario, dtype
         optimizer_class, options = OPTIMIZERS[optimizer]
@@ -62,7 +63,7 @@ class Twins:
         self.model = scenario.make(dtype, seed)
         self.reference = Reference(self.model, lambda params: optimizer_class(params, **options))
         mesh = make_mesh((world_size,))
-        self.fsdp = fully_shard(self.model, mesh, units=scenario.units, prefetch=policy)
+        self.fsdp = fully_shard(self.model, mesh, units=scenario.units, prefetch=policy, peer_timeout_s=peer_timeout_s)
         self.optimizer = sharded_optimizer or optim.from_torch(optimizer_class, **options)
         self.state: TrainState = self.fsdp.init(self.optimizer)
 
