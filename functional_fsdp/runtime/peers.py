@@ -40,9 +40,8 @@ from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.verdict import Post, digest, first_difference, judge, name_ranks
 
 POLL_S = 0.02
-GRACE_S = 2.0
-"""How long a rank whose collective failed waits for its peers to say why; they have failed then, too, or are gone."""
-MEETING_TAG = 0
+GRACE_S, MEETING_TAG = 2.0, 0
+"""How long a rank whose collective failed waits for its peers to say why, and the tag of messages that compare."""
 
 
 @dataclass(frozen=True, slots=True)
