@@ -1,7 +1,7 @@
 """The contenders of ``step_time.py``, and how their gathers and unsharded bytes are counted.
 
-Gathers are counted where torch dispatches its operators: every all-gather passes there, whoever launches it; on gloo
-functional_fsdp gathers by a broadcast from each rank, which count as one gather together. Peak
+Gathers of FSDP2 and DDP are counted where torch dispatches its operators; those of functional_fsdp are the gathers in
+its log, since on gloo it sends a message to each rank and launches no operator of torch's for the whole. Peak
 unsharded bytes come from live storage. For functional_fsdp the runtime's log has them. For FSDP2 they are added up each
 time that a parameter group was unsharded, waited for or resharded: the storages of its unsharded parameters, and of a
 gather in flight its output. That output lives on while and after parameters are copied out of it, and that second copy
@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks.gpt import Block, Shape, make_gpt
-from functional_fsdp import PrefetchOrder, PrefetchPolicy, fully_shard, make_mesh, optim, value_and_grad
+from functional_fsdp import LogEntry, PrefetchOrder, PrefetchPolicy, fully_shard, make_mesh, optim, value_and_grad
+from functional_fsdp import count_gathers as count_logged_gathers
 
 OURS, FSDP2, DDP, FLOOR = "functional_fsdp", "FSDP2", "DDP", "floor"
 LR = 1e-3
@@ -180,30 +181,29 @@ def make_contenders(shape: Shape, device: torch.device, order: PrefetchOrder, ad
 
 
 class GatherCounter(TorchDispatchMode):
-    """Counts all-gathers, and broadcasts from every rank in turn, while it is entered."""
+    """Counts all-gathers while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_all_gathers = 0
-        self.num_broadcasts = 0
-
-    @property
-    def num_gathers(self) -> int:
-        """All-gathers, whichever way they were launched."""
-        return self.num_all_gathers + self.num_broadcasts // dist.get_world_size()
+        self.num_gathers = 0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        """Count ``func`` if it is a gather of torch.distributed, and call it."""
-        if func.namespace == "c10d":
-            self.num_all_gathers += "allgather" in str(func).replace("all_gather", "allgather")
-            self.num_broadcasts += "broadcast" in str(func)
+        """Count ``func`` if it is an all-gather of torch.distributed, and call it."""
+        if func.namespace == "c10d" and "allgather" in str(func).replace("all_gather", "allgather"):
+            self.num_gathers += 1
         return func(*args, **(kwargs or {}))
 
 
 def count_gathers(contender: Contender, tokens: Tensor) -> int:
-    """Take a step and return the number of all-gathers that torch.distributed launched in it."""
+    """Take a step and return the number of gathers that were launched in it."""
+    if isinstance(contender, Ours):
+        log: list[LogEntry] = []
+        with contender.fsdp.observe(log.append):
+            contender.forward_backward(tokens)
+        contender.optimizer_step()
+        return count_logged_gathers(log).total
     counter = GatherCounter()
     with counter:
         contender.forward_backward(tokens)
