@@ -165,12 +165,15 @@ class Cell:
 
     @contextmanager
     def observe(self, observer: Callable[[LogEntry], None]) -> Iterator[None]:
-        """Call ``observer`` after each effect while inside."""
+        """Call ``observer`` after each effect while inside, and those of ``with`` blocks around it."""
+        outer = self._interpreter.observer
 
         def log(effect: Effect) -> None:
+            if outer is not None:
+                outer(effect)
             observer(LogEntry(time.perf_counter(), self._num_hooks, effect, self.buffers.unsharded_nbytes()))
 
-        outer, self._interpreter.observer = self._interpreter.observer, log
+        self._interpreter.observer = log
         try:
             yield
         finally:

@@ -208,3 +208,18 @@ def frozen_units(rank: int, world_size: int, scenario: Scenario, policy: Prefetc
         assert wasted(entries) == 0, [str(entry.effect) for entry in entries]
         backward.append([unit for unit, phase in gathers(entries) if phase is Phase.BACKWARD])
     return backward
+
+
+def nested_observers(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many effects an observer saw of an iteration, and one inside it."""
+    model = PATHS.make(torch.float32)
+    fsdp = fully_shard(model, make_mesh((world_size,)), units=PATHS.units)
+    state = fsdp.init(optim.from_torch(torch.optim.SGD, lr=0.1))
+    outer: list[LogEntry] = []
+    inner: list[LogEntry] = []
+    run = value_and_grad(fsdp, lambda batch: PATHS.loss(model, batch), key="train")
+    with fsdp.observe(outer.append):
+        with fsdp.observe(inner.append):
+            run(state, PATHS.batch(0, rank, torch.float32))
+    assert [entry.effect for entry in outer] == [entry.effect for entry in inner]
+    return len(outer), len(inner)

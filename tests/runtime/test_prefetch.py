@@ -123,3 +123,8 @@ def test_a19_frozen_units_inside_the_graph_are_gathered(worlds: Worlds, policy: 
     for steps in worlds(2).run(cases.frozen_units, scenario, policy):
         for units in steps[1:]:
             assert {1, 2, 3, 4} <= set(units), units
+
+
+def test_an_observer_inside_another_takes_nothing_from_it(worlds: Worlds) -> None:
+    for outer, inner in worlds(2).run(cases.nested_observers):
+        assert outer == inner > 0
