@@ -217,7 +217,11 @@ def nested_observers(rank: int, world_size: int) -> tuple[int, int]:
     state = fsdp.init(optim.from_torch(torch.optim.SGD, lr=0.1))
     outer: list[LogEntry] = []
     inner: list[LogEntry] = []
-    run = value_and_grad(fsdp, lambda batch: PATHS.loss(model, batch), key="train")
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return PATHS.loss(model, batch)
+
+    run = value_and_grad(fsdp, loss_fn, key="train")
     with fsdp.observe(outer.append):
         with fsdp.observe(inner.append):
             run(state, PATHS.batch(0, rank, torch.float32))
