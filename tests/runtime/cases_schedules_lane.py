@@ -194,7 +194,7 @@ class Lane:
     `before_own` is called with stage and microbatch before each forward of a sharded stage.
     """
 
-    def __init__(self, rank: int, world_size: int, setting: Setting) -> None:
+    def __init__(self, rank: int, world_size: int, setting: Setting, peer_timeout_s: float = 600.0) -> None:
         self.rank, self.world_size, self.setting = rank, world_size, setting
         kwargs = {"num_stages": setting.num_stages, "path": "", "reentrant": setting.reentrant}
         model = make(Stages, setting.dtype, kwargs={**kwargs, "frozen": setting.frozen})
@@ -205,7 +205,8 @@ class Lane:
         self.roots = {stage: model.stage(stage) for stage in setting.mine}
         units: tuple[type[nn.Module], ...] = (Block, nn.Linear) if setting.nested else (Block,)
         mesh = make_mesh((world_size,))
-        self.fsdp = fully_shard(list(self.roots.values()), mesh, units=units, prefetch=setting.policy)
+        roots, policy = list(self.roots.values()), setting.policy
+        self.fsdp = fully_shard(roots, mesh, units=units, prefetch=policy, peer_timeout_s=peer_timeout_s)
         self.optimizer = optim.from_torch(optimizer_class, **options)
         self.state: TrainState = self.fsdp.init(self.optimizer)
         self.bound = BOUNDS[setting.dtype]

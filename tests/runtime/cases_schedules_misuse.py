@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,3 +131,38 @@ def finish_twice(rank: int, world_size: int, setting: Setting) -> None:
             second: dict[str, Tensor] = it.finish_grad_sync()
             check_bit_equal("second call", second, kept)
         lane.settle(f"step {step}", expected, loss, second, it.state)
+
+
+def other_window(rank: int, world_size: int, what: str) -> tuple[str, int]:
+    """Let the last rank run another window than its data-parallel peers; afterwards all run one again.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        what: differs: "first schedule" while recording, "schedule", "key" or "boundaries".
+
+    Returns:
+        What came out of it, and the gathers on demand of the next step.
+    """
+    setting = Setting("gpipe", 1)
+    lane = Lane(rank, world_size, setting, peer_timeout_s=2.5)
+    step = 0 if what == "first schedule" else 1 if what == "boundaries" else 2
+    for before in range(step):
+        if what == "boundaries" and rank == world_size - 1:
+            lane.setting = replace(setting, host_sync=True)
+        lane.step(before)
+    if rank == world_size - 1 and what.endswith("schedule"):
+        lane.setting = replace(setting, schedule="1f1b")
+    key = "other" if what == "key" and rank == world_size - 1 else "train"
+    lane.expect(step)
+
+    def run() -> None:
+        with lane.fsdp.iteration(lane.state, key=key) as it:
+            lane.runner(it, step).run(lane.setting.slots())
+            it.finish_grad_sync()
+
+    text = _error(run)
+    assert lane.fsdp.unsharded_nbytes() == 0
+    lane.setting = setting
+    late = counts(lane.step(step, rerecord=what == "boundaries"))[1]
+    return text, late

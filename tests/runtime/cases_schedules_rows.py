@@ -99,7 +99,7 @@ def dry_run(rank: int, world_size: int, setting: Setting) -> tuple[int, int, int
     """Run all stages under `it.evaluate()` at the beginning of an iteration: the plan is that without."""
     lane = Lane(rank, world_size, setting)
     plan, names = lane_plan(setting, lane_numels(lane)), unit_names(lane)
-    for step in range(3):
+    for step in range(2):
         expected, log = lane.expect(step), Log()
         with lane.fsdp.iteration(lane.state, key="train") as it:
             if step == 0:
@@ -133,7 +133,7 @@ def nested(rank: int, world_size: int, setting: Setting) -> None:
     """Join the running iteration for half of the slots: one order, as without."""
     lane, slots = Lane(rank, world_size, setting), setting.slots()
     plan, names = lane_plan(setting, lane_numels(lane)), unit_names(lane)
-    for step in range(3):
+    for step in range(2):
         expected, log = lane.expect(step), Log()
         with lane.fsdp.observe(log), lane.fsdp.iteration(lane.state, key="train") as it:
             runner = lane.runner(it, step, log)
@@ -151,7 +151,7 @@ def nested(rank: int, world_size: int, setting: Setting) -> None:
 def frozen(rank: int, world_size: int, setting: Setting) -> None:
     """The frozen block of the first stage is not gathered for a backward, in a replay of which all else is as ever."""
     lane = Lane(rank, world_size, setting)
-    for step in range(3):
+    for step in range(2):
         log = lane.step(step)
         backward = [unit for unit, phase in gathers(entries(log)) if phase is Phase.BACKWARD]
         # Unit 1 is block a of the first stage; unit 5 that of the next one.
@@ -240,7 +240,7 @@ def checkpointed(rank: int, world_size: int, setting: Setting) -> list[tuple[int
     """
     lane = Lane(rank, world_size, setting)
     found = []
-    for step in range(3):
+    for step in range(2):
         log = lane.step(step)
         assert reports(log) == [], reports(log)
         check_hooks(log)
@@ -261,7 +261,7 @@ def midpoint(rank: int, world_size: int, setting: Setting) -> None:
     names = unit_names(lane)
     same = {str(b) + "+" + str(f) for b, *rest in setting.slots() for f in rest if b.stage == f.stage}
     assert same, "the setting has such a slot"
-    for step in range(3):
+    for step in range(2):
         log = lane.step(step)
         if step == 0:
             continue

@@ -23,8 +23,7 @@ def rows_of(output: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, row)) for row in ROW.findall(output)]
 
 
-@pytest.mark.parametrize("printing", [0, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "printing"), list(zip(SCHEDULES, (0, 3, 1, 2), strict=True)))
 def test_four_ranks_equal_unsharded_training(worlds: Worlds, schedule: str, printing: int) -> None:
     for rank, (status, output, errors) in enumerate(worlds(4).run(cases.example, schedule, 3, printing)):
         assert (status, errors) == (0, "")
