@@ -100,6 +100,7 @@ class Cell:
             if effects and self.replays:
                 self._agree_on_divergence(effects)
             self.state = state
+            self.peers.follows_order = self.replays and not self.evaluating
             if effects:
                 self._interpreter.apply(effects)
 

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,9 @@ from functional_fsdp.core.errors import DivergenceError, FsdpError, PeerFault, P
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.verdict import Post, digest, first_difference, judge, name_ranks
 
-POLL_S = 0.02
-GRACE_S, MEETING_TAG = 2.0, 0
-"""How long a rank whose collective failed waits for its peers to say why, and the tag of messages that compare."""
+Handle: TypeAlias = _torch.Exchange | _torch.Broadcasts | Work
+POLL_S, GRACE_S, MEETING_TAG = 0.02, 2.0, 0
+"""How often and how long a rank whose collective failed asks why, and the tag of messages that compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Peers:
         launched: a line for each gather and reduction that no meeting has compared.
         tagged: whether collectives pair by tag: on gloo.
         is_aborted: whether this rank has dropped its iteration and begun no other.
+        follows_order: whether what is launched now follows an order on which all ranks agreed.
         has_evaluated: whether the iteration gathered for an evaluation, which no order validates.
 
     Args:
@@ -79,7 +80,7 @@ class Peers:
         self.alone = self.num_ranks == 1 or backend == "fake"
         self.observer: Callable[[str], None] | None = None
         self.launched: list[str] = []
-        self.has_evaluated = False
+        self.has_evaluated = self.follows_order = False
         self._group = group
         self.tagged = device.type == "cpu" and backend != "fake"
         self._timeout_s = timeout_s
@@ -145,7 +146,7 @@ class Peers:
         self._place = f"after iteration {self._iteration}"
         self.launched.clear()
 
-    def launch(self, what: str, name: str, start: Callable[..., _torch.Exchange | Work], *args: Any) -> Guarded:
+    def launch(self, what: str, name: str, start: Callable[..., Handle], *args: Any) -> Guarded:
         """Start a collective on the communicator called ``name``; its failure says what the peers say.
 
         Raises:
@@ -342,7 +343,7 @@ class Guarded:
 
     __slots__ = ("_exchange", "_peers", "_what")
 
-    def __init__(self, peers: Peers, exchange: _torch.Exchange | Work, what: str) -> None:
+    def __init__(self, peers: Peers, exchange: Handle, what: str) -> None:
         self._peers, self._exchange, self._what = peers, exchange, what
 
     def wait(self) -> None:
