@@ -97,12 +97,16 @@ class Cell:
         with self._lock:
             self._num_hooks += 1
             state, effects = hook(self.spec, self.state, *args, **facts)
-            if effects and self.replays:
+            if not effects:
+                self.state = state
+                return
+            peers = self.peers
+            if not peers.alone and self.replays:
                 self._agree_on_divergence(effects)
             self.state = state
-            self.peers.follows_order = self.replays and not self.evaluating
-            if effects:
-                self._interpreter.apply(effects)
+            if peers.tagged:
+                peers.follows_order = self.replays and not self.evaluating
+            self._interpreter.apply(effects)
 
     @property
     def replays(self) -> bool:
