@@ -314,7 +314,7 @@ def test_a27_a_schedule_that_changes_every_step(worlds: Worlds) -> None:
         assert "stays on demand" in found[3][0][1]
 
 
-@pytest.mark.parametrize(("name", "nth"), [("resize_storage", 2), ("all_gather_base", 30)])
+@pytest.mark.parametrize(("name", "nth"), [("resize_storage", 2), ("Broadcasts", 10)])
 @pytest.mark.parametrize("schedule", ["combined"])
 def test_a28_a_prefetch_that_cannot_be_launched(worlds: Worlds, schedule: str, name: str, nth: int) -> None:
     for text in worlds(2).run(rows.failing_launch, small(schedule), name, nth):
@@ -382,7 +382,7 @@ def test_finish_grad_sync_twice(worlds: Worlds, schedule: str) -> None:
             "schedule",
             "rank 1, iteration 3 (key 'train'): key 'train', position 5 of 40: expected boundary 'receive for",
         ),
-        ("key", "'gather 1  # a for forward' on rank 0"),
+        ("key", "rank 1 at iteration 3 (key 'other')"),
         ("boundaries", "host_sync"),
     ],
 )
