@@ -9,15 +9,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 from functional_fsdp.core.ids import Boundary, Key, Phase, UnitId, Use
-from functional_fsdp.core.placement import zero3
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
 from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
 from functional_fsdp.core.state import FsdpState, Transition
+from functional_fsdp.sharding.placement import (
+    AxisPlacement,
+    Placement,
+    Placements,
+    ddp,
+    hfsdp,
+    hsdp,
+    zero1,
+    zero2,
+    zero3,
+)
 
 if TYPE_CHECKING:
     from functional_fsdp.runtime.cell import LogEntry
     from functional_fsdp.runtime.log import GatherCounts, count_gathers
     from functional_fsdp.runtime.mesh import make_mesh
+    from functional_fsdp.runtime.precision import Precision
     from functional_fsdp.runtime.shard import FullySharded, fully_shard
     from functional_fsdp.runtime.state import TrainState
     from functional_fsdp.runtime.step import Iteration
@@ -30,6 +41,7 @@ _LAZY = {
     "Iteration": "runtime.step",
     "LogEntry": "runtime.cell",
     "Metrics": "runtime.train",
+    "Precision": "runtime.precision",
     "TrainState": "runtime.state",
     "count_gathers": "runtime.log",
     "fully_shard": "runtime.shard",
@@ -40,6 +52,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AxisPlacement",
     "Boundary",
     "FsdpState",
     "FullySharded",
@@ -50,6 +63,9 @@ __all__ = [
     "Metrics",
     "ModelSpec",
     "Phase",
+    "Placement",
+    "Placements",
+    "Precision",
     "PrefetchOrder",
     "PrefetchPolicy",
     "TrainState",
@@ -58,12 +74,17 @@ __all__ = [
     "UnitSpec",
     "Use",
     "count_gathers",
+    "ddp",
     "fully_shard",
+    "hfsdp",
+    "hsdp",
     "make_mesh",
     "make_train_step",
     "map_tensors",
     "model_spec",
     "value_and_grad",
+    "zero1",
+    "zero2",
     "zero3",
 ]
 

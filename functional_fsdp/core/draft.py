@@ -34,7 +34,8 @@ class Draft:
         self.spec, self.orders, self.live = spec, state.orders, state.live
         self.key, self.depth, self.num_divergences = running.key, running.depth, running.num_divergences
         self.walks, self.recording, self.peak_open = running.walks, running.recording, running.peak_open
-        self.grads, self.closed, self.outcome = running.grads, running.closed, running.outcome
+        self.grads, self.refreshed = running.grads, running.refreshed
+        self.closed, self.outcome = running.closed, running.outcome
         self.effects: list[Effect] = []
 
     def index(self, unit: UnitId) -> int:
@@ -55,12 +56,14 @@ class Draft:
     def transition(self) -> Transition:
         """Return the next state and the effects."""
         history = self.walks, self.recording, self.grads, self.depth, self.num_divergences, self.peak_open
-        running = Running(self.key, *history, self.closed, self.outcome)
+        running = Running(self.key, *history, self.refreshed, self.closed, self.outcome)
         return Transition(FsdpState(self.orders, self.live, running), tuple(self.effects))
 
 
 def is_promised(draft: Draft, unit: UnitId) -> bool:
-    """Return whether lookahead has passed a use of the unit that has not come yet."""
+    """Return whether lookahead has passed a use of the unit that has not come yet, or it is kept."""
+    if draft.spec.kept >> unit & 1:
+        return True
     for is_backward, walk in enumerate(draft.walks):
         if walk.next_position(unit) < walk.prefetch_cursor:
             # The backward walk of REGISTRATION passes over units that wait for no backward: that is no promise.
@@ -88,6 +91,9 @@ def release(draft: Draft, keep: UnitId | None = None) -> None:
 def gather(draft: Draft, unit: UnitId, column: int) -> None:
     """Launch the gather of a resting unit, which becomes the last live one; ``column`` is the phase's."""
     if draft.spec.numels[unit]:
+        if (draft.spec.refreshed & ~draft.refreshed) >> unit & 1:
+            draft.effects.append(draft.spec.refresh_shard[unit])
+            draft.refreshed |= 1 << unit
         draft.effects.append(draft.spec.unshard[column][unit])
     draft.live = (*draft.live, UnitState(unit, Residency.GATHERING))
 

@@ -40,6 +40,11 @@ class OrderAfterUpdate(_Line):
 
 
 @dataclass(frozen=True, slots=True)
+class RefreshShard(_OfUnit):
+    """Write the shard that gathers of this iteration read, on the gather stream: cast, gathered over the outer axis."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unshard(_OfUnit):
     """Allocate the unit's full storage on the gather stream and launch its all-gather there; ``phase`` will read it."""
 
@@ -67,6 +72,14 @@ class Reshard(_OfUnit):
 
 
 @dataclass(frozen=True, slots=True)
+class AccumulateGrads(_OfUnit):
+    """Add the unit's gradients to its local sum on the current stream and drop them; ``first`` writes the sum."""
+
+    first: bool
+    missing: Indices = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PackGrads(_OfUnit):
     """Copy the unit's gradients into a staging slot on the current stream and drop them; ``missing`` ones are zeros."""
 
@@ -75,10 +88,18 @@ class PackGrads(_OfUnit):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceGrads(_OfUnit):
-    """Launch the reduction of a packed slot, averaged over the ranks, into the unit's main gradient.
+class PackSum(_OfUnit):
+    """Copy the unit's local sum into a staging slot on the current stream and drop it."""
 
-    The unit's first reduction of an iteration writes it, later ones (``accumulate``) add to it.
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads(_OfUnit):
+    """Launch the reduction of a packed slot over the inner axis, as a mean, into the unit's main gradient.
+
+    The unit's first reduction of an iteration writes it, later ones (``accumulate``) add to it. Where an outer axis
+    follows, it is a partial gradient that they go to, and the first after each ``ReduceOuter`` writes.
     """
 
     slot: int
@@ -90,6 +111,18 @@ class WaitReduce(_OfUnit):
     """Order the current stream after the slot's reduction; the slot may be packed again."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOuter(_OfUnit):
+    """Launch the reduction of the unit's partial gradient over the outer axis, into its main gradient or added to it."""
+
+    accumulate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOuter(_OfUnit):
+    """Order the current stream after that reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +145,11 @@ class Reset(_Line):
     """
 
 
-_OfUnits: TypeAlias = Unshard | WaitUnshard | Install | Uninstall | Reshard | PackGrads | ReduceGrads
-Effect: TypeAlias = _OfUnits | WaitReduce | ZeroGrads | OrderAfterUpdate | Report | Reset
+GradEffect: TypeAlias = (
+    AccumulateGrads | PackGrads | PackSum | ReduceGrads | WaitReduce | ReduceOuter | WaitOuter | ZeroGrads
+)
+"""What a hook can ask for about gradients."""
+
+_OfWeights: TypeAlias = RefreshShard | Unshard | WaitUnshard | Install | Uninstall | Reshard
+Effect: TypeAlias = _OfWeights | GradEffect | OrderAfterUpdate | Report | Reset
 """Everything that a hook can ask for."""

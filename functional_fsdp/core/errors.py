@@ -56,3 +56,7 @@ class PeerFault(FsdpError):
 
 class OutputTypeError(FsdpError):
     """A unit's output has a type in which tensors cannot be found."""
+
+
+class CheckpointError(FsdpError, ValueError):
+    """A checkpoint cannot be written, or is not what the program expects; most often a value does not fit."""

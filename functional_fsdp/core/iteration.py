@@ -1,6 +1,6 @@
 """Hooks for the iteration: entering, marking, closing, leaving; and what a key learns from it."""
 
-from functional_fsdp.core.draft import Draft, release
+from functional_fsdp.core.draft import Draft, let_go, release
 from functional_fsdp.core.effects import OrderAfterUpdate, Report, Reset
 from functional_fsdp.core.errors import GradientError, HookOrderError, IterationError, unexpected
 from functional_fsdp.core.gradients import finish_grads, outstanding_grads
@@ -108,6 +108,8 @@ def end_iteration(spec: ModelSpec, state: FsdpState) -> Transition:
     orders = {stored.key: stored for stored in state.orders}
     if draft.outcome is not None:
         orders[draft.key] = draft.outcome
+    for unit_state in draft.live:
+        let_go(draft, unit_state)
     return Transition(FsdpState(tuple(orders.values())), tuple(draft.effects))
 
 

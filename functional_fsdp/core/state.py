@@ -64,8 +64,10 @@ class Grads:
 
     ``pending`` counts forward uses that will have a backward which has not closed, by the unit's place in
     ``ModelSpec.backward``; see ``num_pending``. ``started``: whether any backward use has opened or any reduction was
-    launched. ``reducing`` are the reductions in flight, oldest first, ``reduced`` the units with a main gradient, as
-    the bits of an int, ``unwritten`` those whose delayed gradients the caller has yet to write.
+    launched. ``reducing`` are the reductions in flight, oldest first. The rest are units, as the bits of an int:
+    ``reduced`` those with a gradient reduced over the inner axis, ``unwritten`` those whose delayed gradients the caller
+    has yet to write, ``summed`` those with a local sum, ``last`` those whose last reduction over the inner axis was
+    launched, ``outer`` those with a reduction over the outer axis in flight, which took what was in ``reduced``.
     """
 
     pending: Counts = Counts()
@@ -73,6 +75,9 @@ class Grads:
     reducing: tuple[ReduceGrads, ...] = ()
     reduced: int = 0
     unwritten: int = 0
+    summed: int = 0
+    last: int = 0
+    outer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,8 @@ class Running:
     that are not, forward and backward; recording or on demand there is none. ``recording`` is what happened so far,
     None if that is not recorded, ``peak_open`` the most units with weights open together, and the most bytes.
     ``num_divergences`` counts iterations in a row that left the order, ``depth`` those entered and not left, which
-    joined the first. When the order is ``closed``, ``outcome`` is what the key will store, None if nothing new.
+    joined the first. ``refreshed`` are the units, as bits, whose shard to gather from was written. When the order is
+    ``closed``, ``outcome`` is what the key will store, None if nothing new.
     """
 
     key: Key
@@ -102,6 +108,7 @@ class Running:
     depth: int = 1
     num_divergences: int = 0
     peak_open: tuple[int, int] = (0, 0)
+    refreshed: int = 0
     closed: bool = False
     outcome: StoredOrder | None = None
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from functional_fsdp.core.draft import Draft, gather, is_promised, let_go, make_room, num_pending
 from functional_fsdp.core.effects import Effect, Indices
 from functional_fsdp.core.errors import GradientError, HookOrderError, unexpected
-from functional_fsdp.core.gradients import backward_closed, expect_backward, reduce_grads, start_backward
+from functional_fsdp.core.gradients import backward_closed, expect_backward, grads_ready, start_backward
 from functional_fsdp.core.ids import Phase, UnitId
 from functional_fsdp.core.iteration import abort_iteration as abort_iteration
 from functional_fsdp.core.iteration import begin_iteration as begin_iteration
@@ -47,11 +47,10 @@ def open_use(
         gather(draft, unit, column)
         index = len(draft.live) - 1
     unit_state = draft.live[index]
-    if spec.numels[unit]:
-        if unit_state.residency is Residency.GATHERING:
-            draft.effects.append(spec.wait_unshard[unit])
-        if not unit_state.is_open:
-            draft.effects.append(spec.install[unit])
+    if spec.numels[unit] and unit_state.residency is Residency.GATHERING:
+        draft.effects.append(spec.wait_unshard[unit])
+    if spec.installed >> unit & 1 and not unit_state.is_open:
+        draft.effects.append(spec.install[unit])
     draft.put(index, _with_open(unit_state, column, 1))
     if not num_open and not evaluating:
         look_ahead(draft, phase)
@@ -81,7 +80,7 @@ def close_use(
         hook = f"{phase.value}({spec.name(unit)})"
         raise HookOrderError(unexpected(f"post_{hook}", f"an open {phase.name} use", "none", f"call pre_{hook} first"))
     closed = _with_open(draft.live[index], column, -1)
-    if not closed.is_open and spec.numels[unit]:
+    if not closed.is_open and spec.installed >> unit & 1:
         draft.effects.append(spec.uninstall[unit])
     if closed.is_open or is_promised(draft, unit):
         draft.put(index, closed)
@@ -111,7 +110,7 @@ def grads_complete(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: 
     if any(u.unit == unit and u.open_uses[phase_index(Phase.BACKWARD)] for u in draft.live):
         raise HookOrderError(unexpected(where, "no open BACKWARD use", "one", "call post_backward first"))
     expect_backward(draft, unit, -num_pending(spec, draft.grads, unit))
-    reduce_grads(draft, unit, missing)
+    grads_ready(draft, unit, missing)
     return draft.transition()
 
 
@@ -130,7 +129,7 @@ def grads_written(spec: ModelSpec, state: FsdpState, unit: UnitId, *, missing: I
         got = f"{waiting} to come" if waiting else "none since the last call"
         instead = "call it once, after the last; a forward whose output is dropped belongs in it.evaluate()"
         raise GradientError(unexpected(where, "the unit's backwards to have run", got, instead))
-    reduce_grads(draft, unit, missing)
+    grads_ready(draft, unit, missing)
     return draft.transition()
 
 

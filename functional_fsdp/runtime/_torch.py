@@ -14,7 +14,14 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Store,
+)
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 _TensorClass = TypeVar("_TensorClass", bound=Tensor)
@@ -61,7 +68,9 @@ class Exchange:
         self._dropped = False
         self._works: list[Work] = []
         rank = pg.rank()
-        receive[rank].copy_(send[rank])
+        # Where a gather is in place it is the same.
+        if receive[rank].data_ptr() != send[rank].data_ptr():
+            receive[rank].copy_(send[rank])
         peers = [peer for peer in range(pg.size()) if peer != rank]
         try:
             for peer in peers:
@@ -124,7 +133,8 @@ class Broadcasts:
 
     def __init__(self, pg: ProcessGroup, out: Tensor, inp: Tensor) -> None:
         parts = out.view(pg.size(), -1).unbind()
-        parts[pg.rank()].copy_(inp)
+        if parts[pg.rank()].data_ptr() != inp.data_ptr():
+            parts[pg.rank()].copy_(inp)
         self._works: list[Work] = []
         for rank, part in enumerate(parts):
             options = _async_options(BroadcastOptions())
@@ -171,10 +181,16 @@ def reduce_scatter_base(pg: ProcessGroup, out: Tensor, inp: Tensor, op: ReduceOp
     return _reduce_scatter(pg, out, inp, options)
 
 
-def new_group_like(group: ProcessGroup, timeout: datetime.timedelta) -> ProcessGroup:
-    """Return another communicator over the ranks of ``group``; only those ranks need to call it."""
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout, dist.get_backend(group), use_local_synchronization=True)
+def all_reduce(pg: ProcessGroup, tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> Work:
+    """Start reducing ``tensor`` ``[numel]`` over ranks, in place; it is good after the handle's ``wait()``."""
+    options = _async_options(AllreduceOptions())
+    options.reduceOp = op
+    return pg.allreduce([tensor], options)
+
+
+def new_group_like(ranks: Sequence[int], backend: str, timeout: datetime.timedelta) -> ProcessGroup:
+    """Return another communicator over global ``ranks``; only those ranks need to call it."""
+    made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     assert isinstance(made, ProcessGroup), "this rank is one of them"
     return made
 
@@ -302,3 +318,8 @@ def register_state_dict_hooks(module: nn.Module, *, saving: Callable[..., None],
     register_loading = cast("Callable[..., object]", module.register_load_state_dict_pre_hook)
     register_saving(saving)
     register_loading(loading)
+
+
+def storage_place(file: str, start: int, nbytes: int) -> object:
+    """Return the record by which a checkpoint's metadata says in which bytes of which file a tensor is."""
+    return _StorageInfo(file, start, nbytes)

@@ -1,8 +1,11 @@
-"""The tensors of the units: full storage, parameters, staging slots and main gradients.
+"""The tensors of the units: full storage, parameters, and the shards that gathers read.
 
 Full storage and Parameter objects of a unit are made once. Freeing resizes storage to zero and allocating resizes it
 back, so that tensors which autograd saved find their weights again in backward. Parameters view an alias of the full
 storage that has a version counter of its own: a gather writes the full storage without bumping theirs.
+
+A unit of which each rank has all weights, in the dtype that compute reads, has no full storage: its parameters view the
+state's own tensors while an iteration has them bound.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from functional_fsdp.core.errors import GradientError, PlaceholderError
+from functional_fsdp.core.errors import PlaceholderError
 from functional_fsdp.core.ids import UnitId
-from functional_fsdp.core.layout import BucketLayout
 from functional_fsdp.runtime import _torch
+from functional_fsdp.sharding.layout import BucketLayout, Piece
+from functional_fsdp.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,33 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket's layout and its full storage, a flat tensor ``[num_ranks * shard_numel]``."""
+    """A bucket's layout, what this rank holds of it, and its full storage.
+
+    Attributes:
+        layout: of the bucket.
+        pieces: this rank's, in the flat shards.
+        dtype: of main weights and main gradients.
+        reduce_dtype: in which gradients travel.
+        full: flat ``[num_shards * shard_numel]`` in the compute dtype; empty for a unit in place.
+    """
 
     layout: BucketLayout
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
     full: Tensor
 
-    def shard(self, flat: Mapping[str, Tensor]) -> Tensor:
-        """Return the bucket's slice ``[shard_numel]`` of this rank's flat shard."""
-        return flat[self.layout.key].narrow(0, self.layout.shard_start, self.layout.shard_numel)
+    def views(self, flat: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the bucket's pieces of this rank's flat shards; end to end they are ``[shard_numel]``."""
+        return [flat[piece.key].narrow(0, piece.flat_start, piece.numel) for piece in self.pieces]
+
+    def copy_shard(self, flat: Mapping[str, Tensor], out: Tensor) -> None:
+        """Write the pieces of keys that are there in their place of ``out`` ``[shard_numel]``, cast to its dtype."""
+        first = self.pieces[0].start if self.pieces else 0
+        for piece in self.pieces:
+            if piece.key in flat:
+                place = out.narrow(0, piece.start - first, piece.numel)
+                place.copy_(flat[piece.key].narrow(0, piece.flat_start, piece.numel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +87,8 @@ class UnitTensors:
         placeholders: what rests in their place.
         slots: where they are bound.
         trainable: indices of those that train.
+        in_place: whether parameters view the state's own tensors.
+        divisor: by which the sum of the ranks' gradients is divided.
     """
 
     name: str
@@ -72,97 +97,84 @@ class UnitTensors:
     placeholders: tuple[nn.Parameter, ...]
     slots: tuple[Slot, ...]
     trainable: tuple[int, ...]
+    in_place: bool
+    divisor: float
 
 
-def make_unit_tensors(
-    name: str,
-    layouts: Sequence[BucketLayout],
+def make_params(
     originals: Sequence[nn.Parameter],
-    placeholders: Sequence[nn.Parameter],
-    slots: Sequence[Slot],
+    layouts: Sequence[BucketLayout],
+    dtypes: Sequence[torch.dtype],
     device: torch.device,
-) -> UnitTensors:
-    """Make a unit's tensors, with no storage behind them yet.
+    *,
+    in_place: bool,
+) -> tuple[tuple[nn.Parameter, ...], list[Tensor]]:
+    """Make the parameters to install, and each bucket's full storage with nothing behind it yet.
 
     Args:
-        name: module path.
+        originals: the unit's parameters; they give the attributes that users set on them.
         layouts: its buckets.
-        originals: its parameters; they give shape, dtype and the attributes that users set on them.
-        placeholders: one for each parameter.
-        slots: where parameters are bound.
+        dtypes: in which each bucket computes.
         device: of the full storage.
+        in_place: whether there is no full storage.
     """
     params: dict[int, nn.Parameter] = {}
-    buckets = []
-    for layout in layouts:
-        dtype = originals[layout.ranges[0].index].dtype
-        full = torch.empty(layout.numel, dtype=dtype, device=device)
+    fulls: list[Tensor] = []
+    for layout, dtype in zip(layouts, dtypes, strict=True):
+        full = torch.empty(0 if in_place else layout.numel, dtype=dtype, device=device)
         alias = full.data
         for place in layout.ranges:
-            view = alias.narrow(0, place.start, place.param.numel).view(place.param.shape)
-            param = nn.Parameter(view, requires_grad=place.param.trains)
+            empty = alias if in_place else alias.narrow(0, place.start, place.param.numel).view(place.param.shape)
+            param = nn.Parameter(empty.detach(), requires_grad=place.param.trains)
             vars(param).update(vars(originals[place.index]))
             params[place.index] = param
         _torch.resize_storage(full, 0)
-        buckets.append(Bucket(layout, full))
-    ordered = tuple(params[index] for index in range(len(originals)))
-    trainable = tuple(index for index, param in enumerate(ordered) if param.requires_grad)
-    return UnitTensors(name, tuple(buckets), ordered, tuple(placeholders), tuple(slots), trainable)
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """Where one bucket is packed in one slot.
-
-    Attributes:
-        send: the packed gradients ``[num_ranks * shard_numel]``.
-        receive: the ranks' contributions to this rank's slice, same shape.
-        views: for each trainable parameter's index its place in ``send``.
-        padding: the rest of ``send``.
-    """
-
-    send: Tensor
-    receive: Tensor
-    views: dict[int, Tensor]
-    padding: Tensor
+        fulls.append(full)
+    return tuple(params[index] for index in range(len(originals))), fulls
 
 
 class Buffers:
-    """Storage of all units, behind the interpreter's ``Storage`` protocol.
+    """Weights of all units, and the iteration's own copies of them.
+
+    Attributes:
+        units: by unit id.
+        strategy: of this rank.
+        device: of everything.
+        in_place: the units whose parameters view the bound state.
 
     Args:
         units: by unit id.
+        strategy: of this rank.
         device: of everything.
     """
 
-    def __init__(self, units: Sequence[UnitTensors], device: torch.device) -> None:
+    def __init__(self, units: Sequence[UnitTensors], strategy: Strategy, device: torch.device) -> None:
         self.units = tuple(units)
-        self._device = device
+        self.strategy = strategy
+        self.device = device
         self._flat_numels: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._staging_numels: dict[str, int] = {}
         for unit in self.units:
             for bucket in unit.buckets:
-                layout = bucket.layout
-                self._flat_numels[layout.key] = max(
-                    self._flat_numels.get(layout.key, 0), layout.shard_start + layout.shard_numel
-                )
-                self._dtypes[layout.key] = bucket.full.dtype
-                if layout.trains:
-                    self._staging_numels[layout.key] = max(self._staging_numels.get(layout.key, 0), layout.numel)
+                for place in bucket.layout.ranges:
+                    self._dtypes[place.param.key] = bucket.dtype
+                    self._flat_numels.setdefault(place.param.key, 0)
+                for piece in bucket.pieces:
+                    self._flat_numels[piece.key] += piece.numel
+        self.in_place = frozenset(UnitId(unit) for unit, tensors in enumerate(self.units) if tensors.in_place)
         self._params: Mapping[str, Tensor] = {}
-        self._main_grads: dict[str, Tensor] = {}
-        self._pools: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        self._staging: dict[tuple[UnitId, int], tuple[Staging, ...]] = {}
+        # By unit and bucket: the shards that gathers of this iteration read.
+        self._refreshed: dict[tuple[UnitId, int], Tensor] = {}
+        self._storage_ids = [frozenset(_torch.storage_id(bucket.full) for bucket in unit.buckets) for unit in units]
 
     @property
     def flat_numels(self) -> Mapping[str, int]:
-        """Elements of this rank's flat shard for each bucket key."""
+        """Elements of this rank's flat shard for each key."""
         return self._flat_numels
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Dtype of each bucket key."""
+        """Dtype of each key."""
         return self._dtypes
 
     @property
@@ -171,9 +183,29 @@ class Buffers:
         return self._params
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Let gathers read ``params``, one flat shard for each bucket key; main gradients start anew."""
+        """Let compute read ``params``, one flat shard for each key; with none, nothing."""
         self._params = params
-        self._main_grads = {}
+        self._refreshed = {}
+        for unit, tensors in enumerate(self.units):
+            if tensors.in_place and tensors.params:
+                self._bind_in_place(tensors)
+                ids = {_torch.storage_id(params[p.key]) for b in tensors.buckets for p in b.pieces} if params else ()
+                self._storage_ids[unit] = frozenset(ids)
+
+    def _bind_in_place(self, tensors: UnitTensors) -> None:
+        for bucket in tensors.buckets:
+            starts = {piece.key: piece.flat_start - piece.start for piece in bucket.pieces}
+            for place in bucket.layout.ranges:
+                param, key, shape = tensors.params[place.index], place.param.key, place.param.shape
+                if self._params:
+                    flat, start = self._params[key], starts.get(key, 0) + place.start
+                    param.data = flat.narrow(0, start if place.param.numel else 0, place.param.numel).view(shape)
+                else:
+                    param.data = bucket.full
+
+    def shares_storage(self, unit: UnitId, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is in storage of the unit's weights."""
+        return _torch.storage_id(tensor) in self._storage_ids[unit]
 
     def unsharded_nbytes(self) -> int:
         """Return the bytes of full storage that are allocated now."""
@@ -211,91 +243,36 @@ class Buffers:
         for slot in tensors.slots:
             slot.bind(tensors.placeholders[slot.param])
 
-    def missing(self, unit: UnitId) -> tuple[int, ...]:
-        """Return the indices of the unit's trainable parameters that have no gradient."""
-        params = self.units[unit].params
-        return tuple(index for index in self.units[unit].trainable if params[index].grad is None)
+    def refresh(self, unit: UnitId, index: int) -> tuple[Tensor, Tensor]:
+        """Write a bucket's shard that gathers of this iteration read, as far as this rank's main weights go.
 
-    def pack(self, unit: UnitId, slot: int, missing: tuple[int, ...]) -> None:
-        """Copy the unit's gradients into a staging slot and drop them; zeros for those ``missing``.
-
-        Main gradients are allocated here, on the stream that will read them, not on that of the reduction.
+        Returns:
+            The shard, ``[outer_shards * shard_numel]`` in the compute dtype, and the part of it that is written.
         """
-        params = self.units[unit].params
-        for staging in self.staging(unit, slot):
-            present = [index for index in staging.views if index not in missing]
-            grads = [grad for index in present if (grad := params[index].grad) is not None]
-            if len(grads) != len(present):
-                raise GradientError(f"pack_grads({self.units[unit].name!r}): a gradient vanished since it was counted.")
-            if grads:
-                torch._foreach_copy_([staging.views[index] for index in present], grads)
-            for index in staging.views:
-                params[index].grad = None
-                if index in missing:
-                    staging.views[index].zero_()
-            if staging.padding.numel():
-                staging.padding.zero_()
-        for bucket in self.units[unit].buckets:
-            if bucket.layout.trains:
-                self._main_grad(bucket.layout.key)
+        bucket, strategy = self.units[unit].buckets[index], self.strategy
+        numel = bucket.layout.shard_numel
+        shard = torch.empty(strategy.outer_shards * numel, dtype=bucket.full.dtype, device=self.device)
+        own = shard.narrow(0, strategy.outer_index * numel, numel)
+        bucket.copy_shard(self._params, own)
+        self._refreshed[unit, index] = shard
+        return shard, own
 
-    def zero_grads(self, unit: UnitId) -> None:
-        """Write zeros into the unit's main gradient."""
-        for bucket in self.units[unit].buckets:
-            if bucket.layout.trains:
-                self._main_grad(bucket.layout.key)
-                bucket.shard(self._main_grads).zero_()
-
-    def main_grad(self, bucket: Bucket) -> Tensor:
-        """Return the bucket's slice ``[shard_numel]`` of the main gradient; it was allocated when packing."""
-        return bucket.shard(self._main_grads)
-
-    def main_grads(self) -> dict[str, Tensor]:
-        """Return the main gradients: one flat tensor for each key that trains."""
-        return dict(self._main_grads)
-
-    def staging(self, unit: UnitId, slot: int) -> tuple[Staging, ...]:
-        """Return where each trainable bucket of the unit is packed in ``slot``.
-
-        Units share a slot's storage. It is kept between iterations, since allocating it costs more than packing it.
-        """
-        key = (unit, slot)
-        made = self._staging.get(key)
-        if made is None:
-            buckets = self.units[unit].buckets
-            made = tuple(self._make_staging(bucket, slot) for bucket in buckets if bucket.layout.trains)
-            self._staging[key] = made
-        return made
+    def gathered_shard(self, unit: UnitId, index: int) -> Tensor:
+        """Return what this rank gives to the gather of a bucket, ``[outer_shards * shard_numel]``."""
+        refreshed = self._refreshed.get((unit, index))
+        if refreshed is not None:
+            return refreshed
+        bucket = self.units[unit].buckets[index]
+        if len(bucket.pieces) == 1 and bucket.dtype == bucket.full.dtype:
+            return bucket.views(self._params)[0]
+        numel = bucket.layout.shard_numel
+        own = bucket.full.narrow(0, self.strategy.inner_index * numel, numel)
+        bucket.copy_shard(self._params, own)
+        return own
 
     def drop(self) -> None:
-        """Uninstall, free and forget everything of the running iteration."""
+        """Uninstall and free everything of the running iteration."""
         for unit, tensors in enumerate(self.units):
             self.uninstall(UnitId(unit))
             self.free(UnitId(unit))
-            for param in tensors.params:
-                param.grad = None
-        self._main_grads = {}
-        self._pools = {}
-        self._staging = {}
-
-    def _main_grad(self, key: str) -> None:
-        if key not in self._main_grads:
-            self._main_grads[key] = torch.empty(self._flat_numels[key], dtype=self._dtypes[key], device=self._device)
-
-    def _make_staging(self, bucket: Bucket, slot: int) -> Staging:
-        layout = bucket.layout
-        pool = self._pools.get((layout.key, slot))
-        if pool is None:
-            numel, dtype = self._staging_numels[layout.key], self._dtypes[layout.key]
-            pool = (
-                torch.empty(numel, dtype=dtype, device=self._device),
-                torch.empty(numel, dtype=dtype, device=self._device),
-            )
-            self._pools[layout.key, slot] = pool
-        send, receive = (tensor.narrow(0, 0, layout.numel) for tensor in pool)
-        views = {
-            place.index: send.narrow(0, place.start, place.param.numel).view(place.param.shape)
-            for place in layout.ranges
-        }
-        used = layout.ranges[-1].stop
-        return Staging(send, receive, views, send.narrow(0, used, layout.numel - used))
+        self._refreshed = {}

@@ -25,6 +25,7 @@ from functional_fsdp.core.transitions import abort_iteration, begin_iteration
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.buffers import Buffers
 from functional_fsdp.runtime.interpreter import Collectives, Interpreter, Streams
+from functional_fsdp.runtime.main_grads import MainGrads
 from functional_fsdp.runtime.peers import Meeting, Peers
 from functional_fsdp.runtime.verdict import check_answers, render_order
 
@@ -57,17 +58,25 @@ class Cell:
 
     Args:
         spec: of the model.
-        buffers: its tensors.
+        buffers: its weights.
+        grads: its gradients.
         streams: of the device.
         collectives: launch its communication.
         peers: the other ranks.
     """
 
     def __init__(
-        self, spec: ModelSpec, buffers: Buffers, streams: Streams, collectives: Collectives, peers: Peers
+        self,
+        spec: ModelSpec,
+        buffers: Buffers,
+        grads: MainGrads,
+        streams: Streams,
+        collectives: Collectives,
+        peers: Peers,
     ) -> None:
         self.spec = spec
         self.buffers = buffers
+        self.grads = grads
         self.peers = peers
         self._agreed: dict[Key, CommittedOrder] = {}
         self.state = FsdpState()
@@ -77,7 +86,7 @@ class Cell:
         self.forward_task: int | None = None
         self._autocast_cache = False
         self._lock = threading.RLock()
-        self._interpreter = Interpreter(streams, collectives, buffers, _warn)
+        self._interpreter = Interpreter(streams, collectives, buffers, grads, _warn)
         self._num_hooks = 0
 
     @property
@@ -155,6 +164,7 @@ class Cell:
         """Let gathers read ``params``, and graphs belong to a new iteration."""
         self.token = IterationToken()
         self.buffers.bind(params)
+        self.grads.begin()
         # A cached cast would outlive the weights that it was made of.
         self._autocast_cache = _torch.autocast_cache_enabled()
         _torch.set_autocast_cache_enabled(False)
@@ -166,6 +176,7 @@ class Cell:
         self.evaluating = False
         self.forward_task = None
         self.buffers.bind({})
+        self.grads.begin()
         _torch.set_autocast_cache_enabled(self._autocast_cache)
 
     @contextmanager

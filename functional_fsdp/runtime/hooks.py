@@ -26,6 +26,7 @@ from functional_fsdp.core.transitions import StillOpen, backward_end, close_use,
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.buffers import UnitTensors
 from functional_fsdp.runtime.cell import Cell, IterationToken
+from functional_fsdp.runtime.precision import Precision
 from functional_fsdp.trees import traverse_output
 
 
@@ -126,11 +127,20 @@ class UnitHooks:
         unit: its id.
         tensors: its tensors.
         module: where the hooks are registered.
+        precision: to which inputs and outputs are cast.
         cell: runs the transitions; held weakly.
         tasks: the running backward passes, shared by all units.
     """
 
-    def __init__(self, unit: UnitId, tensors: UnitTensors, module: nn.Module, cell: Cell, tasks: GraphTasks) -> None:
+    def __init__(
+        self,
+        unit: UnitId,
+        tensors: UnitTensors,
+        module: nn.Module,
+        precision: Precision,
+        cell: Cell,
+        tasks: GraphTasks,
+    ) -> None:
         self.unit = unit
         self.name = tensors.name
         self._cell = weakref.ref(cell)
@@ -138,7 +148,8 @@ class UnitHooks:
         self._calls: list[Call] = []
         self._first_parameter = next((name for name, _ in module.named_parameters()), "none")
         self._trains = any(param.requires_grad for param in tensors.params)
-        self._storages = frozenset(_torch.storage_id(bucket.full) for bucket in tensors.buckets)
+        self._input_dtype = precision.compute if precision.cast_inputs else None
+        self._output_dtype = precision.output
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         # always_call: checkpointing with early stop leaves a forward by an exception, and the use must close.
         module.register_forward_hook(self._post_forward, always_call=True)
@@ -178,15 +189,12 @@ class UnitHooks:
                 left.views.clear()
             self._calls.clear()
         self._calls.append(call)
+        if self._input_dtype is not None:
+            args, kwargs = self._map_inputs(partial(_cast, self._input_dtype), args, kwargs)
         if not torch.is_grad_enabled():
-            return None
+            return (args, kwargs) if self._input_dtype is not None else None
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            return ((call.view(args[0]),), kwargs) if args[0].requires_grad else None
-        return self._view_inputs(call, args, kwargs)
-
-    def _view_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((call.view(args[0]) if args[0].requires_grad else args[0],), kwargs)
         seen: dict[int, Tensor] = {}
 
         def view(tensor: Tensor) -> Tensor:
@@ -196,10 +204,15 @@ class UnitHooks:
                 seen[id(tensor)] = call.view(tensor)
             return seen[id(tensor)]
 
+        return self._map_inputs(view, args, kwargs)
+
+    def _map_inputs(
+        self, f: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         where = f"pre_forward(unit {self.unit} {self.name!r})"
-        args = cast("tuple[Any, ...]", traverse_output(view, args, where=where, strict=False))
+        args = cast("tuple[Any, ...]", traverse_output(f, args, where=where, strict=False))
         if kwargs:
-            kwargs = cast("dict[str, Any]", traverse_output(view, kwargs, where=where, strict=False))
+            kwargs = cast("dict[str, Any]", traverse_output(f, kwargs, where=where, strict=False))
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
@@ -212,21 +225,23 @@ class UnitHooks:
             # An exception leaves the forward after its iteration was aborted.
             call.views.clear()
             return None
-        output, has_backward = self._hook_output(call, output)
+        output, has_backward = self._hook_output(cell, call, output)
         call.views.clear()
         has_backward = has_backward and call.phase is Phase.FORWARD
         cell.run(close_use, self.unit, call.phase, has_backward=has_backward)
         return output
 
-    def _hook_output(self, call: Call, output: Any) -> tuple[Any, bool]:
+    def _hook_output(self, cell: Cell, call: Call, output: Any) -> tuple[Any, bool]:
         """Put a gradient hook on each output that requires a gradient; return the output and whether there is one."""
         has_backward = False
 
         def hook(tensor: Tensor) -> Tensor:
             nonlocal has_backward
-            if _torch.storage_id(tensor) in self._storages:
-                # The unit's storage is freed before the caller reads it.
+            if cell.buffers.shares_storage(self.unit, tensor):
+                # The unit's storage is freed, or written by an update, before the caller reads it.
                 tensor = tensor.clone()
+            if self._output_dtype is not None:
+                tensor = _cast(self._output_dtype, tensor)
             if tensor.requires_grad:
                 has_backward = True
                 self._hook_gradient(call, tensor)
@@ -271,7 +286,11 @@ class UnitHooks:
         cell = self._cell()
         assert cell is not None, "the use was opened in this pass"
         self._tasks.remove(call)
-        cell.run(post_backward, self.unit, missing=cell.buffers.missing(self.unit))
+        cell.run(post_backward, self.unit, missing=cell.grads.missing(self.unit))
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _end_backward(cell_ref: weakref.ref[Cell], tasks: GraphTasks, task: int) -> None:
@@ -279,4 +298,4 @@ def _end_backward(cell_ref: weakref.ref[Cell], tasks: GraphTasks, task: int) -> 
     cell = cell_ref()
     if cell is not None and cell.is_running:
         units = [call.hooks.unit for call in calls]
-        cell.run(backward_end, tuple(StillOpen(unit, cell.buffers.missing(unit)) for unit in units))
+        cell.run(backward_end, tuple(StillOpen(unit, cell.grads.missing(unit)) for unit in units))

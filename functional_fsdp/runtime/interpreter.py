@@ -1,4 +1,4 @@
-"""The interpreter: one ``match`` over effects, one action per case. It decides nothing.
+"""The interpreter: a ``match`` over effects, one action per case. It decides nothing.
 
 Streams, collectives and storage come in through the protocols below, so that the same interpreter runs on CUDA with
 NCCL, on CPU with gloo, on the fake backend and on the recording device.
@@ -6,23 +6,29 @@ NCCL, on CPU with gloo, on the fake backend and on the recording device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from typing_extensions import assert_never
 
 from functional_fsdp.core.effects import (
+    AccumulateGrads,
     Effect,
+    GradEffect,
     Install,
     OrderAfterUpdate,
     PackGrads,
+    PackSum,
     ReduceGrads,
+    ReduceOuter,
+    RefreshShard,
     Report,
     Reset,
     Reshard,
     Uninstall,
     Unshard,
+    WaitOuter,
     WaitReduce,
     WaitUnshard,
     ZeroGrads,
@@ -63,17 +69,27 @@ class Streams(Protocol):
 
 
 class Collectives(Protocol):
-    """Launches communication on the current stream. Gathers and reductions have a communicator each."""
+    """Launches communication on the current stream. Gathers and reductions have a communicator each, on each axis."""
+
+    def refresh(self, unit: UnitId) -> Completion:
+        """Write the shard that this iteration's gathers of the unit read, from the bound state."""
 
     def gather(self, unit: UnitId, phase: Phase) -> Completion:
-        """All-gather the bound state's shards of the unit into its full storage."""
+        """All-gather the unit's shards into its full storage."""
 
     def reduce(self, unit: UnitId, slot: int, accumulate: bool) -> Completion:
-        """Average a packed slot over the ranks into the unit's main gradient; done once it is waited for."""
+        """Average a packed slot over the inner axis into the unit's main gradient; done once it is waited for."""
+
+    def reduce_outer(self, unit: UnitId, accumulate: bool) -> Completion:
+        """Add up the unit's partial gradient over the outer axis in its main gradient; done once it is waited for."""
 
 
-class Storage(Protocol):
-    """The tensors of the units. Work on them is issued to the current stream."""
+class Weights(Protocol):
+    """The weights of the units. Work on them is issued to the current stream."""
+
+    @property
+    def in_place(self) -> Collection[UnitId]:
+        """The units whose parameters view the bound state: nothing of them is gathered."""
 
     def allocate(self, unit: UnitId) -> None:
         """Give the unit's full storage its size."""
@@ -87,14 +103,27 @@ class Storage(Protocol):
     def uninstall(self, unit: UnitId) -> None:
         """Bind the modules' parameters to placeholders."""
 
+    def drop(self) -> None:
+        """Uninstall, free and forget everything of the running iteration."""
+
+
+class Gradients(Protocol):
+    """The gradients of the units. Work on them is issued to the current stream."""
+
+    def accumulate(self, unit: UnitId, first: bool, missing: tuple[int, ...]) -> None:
+        """Add the unit's gradients to its local sum and drop them."""
+
     def pack(self, unit: UnitId, slot: int, missing: tuple[int, ...]) -> None:
         """Copy the unit's gradients into a staging slot and drop them; zeros for those ``missing``."""
 
-    def zero_grads(self, unit: UnitId) -> None:
+    def pack_sum(self, unit: UnitId, slot: int) -> None:
+        """Copy the unit's local sum into a staging slot and drop it."""
+
+    def zero(self, unit: UnitId) -> None:
         """Write zeros into the unit's main gradient."""
 
     def drop(self) -> None:
-        """Uninstall, free and forget everything of the running iteration."""
+        """Forget everything of the running iteration."""
 
 
 class Interpreter:
@@ -103,26 +132,34 @@ class Interpreter:
     Args:
         streams: of the device.
         collectives: launches communication.
-        storage: of the units.
+        weights: of the units.
+        grads: of the units.
         report: takes the text of a ``Report``.
     """
 
     def __init__(
-        self, streams: Streams, collectives: Collectives, storage: Storage, report: Callable[[str], None]
+        self,
+        streams: Streams,
+        collectives: Collectives,
+        weights: Weights,
+        grads: Gradients,
+        report: Callable[[str], None],
     ) -> None:
         self._streams = streams
         self._collectives = collectives
-        self._storage = storage
+        self._weights = weights
+        self._grads = grads
         self._report = report
         self._gathers: dict[UnitId, Completion] = {}
         self._readers: dict[UnitId, set[Hashable]] = {}
         self._reductions: dict[int, Completion] = {}
+        self._outer: dict[UnitId, Completion] = {}
         self.observer: Callable[[Effect], None] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is resident or in flight."""
-        return not (self._gathers or self._readers or self._reductions)
+        return not (self._gathers or self._readers or self._reductions or self._outer)
 
     def apply(self, effects: Iterable[Effect]) -> None:
         """Do what the effects say, in order.
@@ -138,36 +175,23 @@ class Interpreter:
 
     def _apply_one(self, effect: Effect) -> None:
         match effect:
+            case RefreshShard(unit):
+                with self._streams.on(self._streams.gather):
+                    self._collectives.refresh(unit).wait()
             case Unshard(unit, phase):
                 self._unshard(unit, phase)
             case WaitUnshard(unit):
                 _take(self._gathers, unit, effect, "its gather in flight").wait()
                 self._readers[unit].add(self._streams.current())
             case Install(unit):
-                self._check_resident(unit, effect)
-                self._readers[unit].add(self._streams.current())
-                self._storage.install(unit)
+                self._note_reader(unit, effect)
+                self._weights.install(unit)
             case Uninstall(unit):
-                self._check_resident(unit, effect)
-                self._readers[unit].add(self._streams.current())
-                self._storage.uninstall(unit)
+                self._note_reader(unit, effect)
+                self._weights.uninstall(unit)
             case Reshard(unit):
                 self._check_resident(unit, effect)
                 self._reshard(unit)
-            case PackGrads(unit, slot, missing):
-                if slot in self._reductions:
-                    raise ResidencyError(
-                        f"{effect}: expected a free staging slot, got one in flight; wait for it first."
-                    )
-                self._storage.pack(unit, slot, missing)
-            case ReduceGrads(unit, slot, accumulate):
-                self._streams.order(self._streams.reduce, self._streams.current())
-                with self._streams.on(self._streams.reduce):
-                    self._reductions[slot] = self._collectives.reduce(unit, slot, accumulate)
-            case WaitReduce(unit, slot):
-                _take(self._reductions, slot, effect, "its reduction in flight").wait()
-            case ZeroGrads(unit):
-                self._storage.zero_grads(unit)
             case OrderAfterUpdate():
                 self._streams.order(self._streams.gather, self._streams.current())
             case Report(message):
@@ -175,13 +199,41 @@ class Interpreter:
             case Reset():
                 self._reset()
             case _:
+                self._apply_to_grads(effect)
+
+    def _apply_to_grads(self, effect: GradEffect) -> None:
+        match effect:
+            case AccumulateGrads(unit, first, missing):
+                self._grads.accumulate(unit, first, missing)
+            case PackGrads(unit, slot, missing):
+                self._check_free(slot, effect)
+                self._grads.pack(unit, slot, missing)
+            case PackSum(unit, slot):
+                self._check_free(slot, effect)
+                self._grads.pack_sum(unit, slot)
+            case ReduceGrads(unit, slot, accumulate):
+                self._streams.order(self._streams.reduce, self._streams.current())
+                with self._streams.on(self._streams.reduce):
+                    self._reductions[slot] = self._collectives.reduce(unit, slot, accumulate)
+            case WaitReduce(unit, slot):
+                _take(self._reductions, slot, effect, "its reduction in flight").wait()
+            case ReduceOuter(unit, accumulate):
+                if unit in self._outer:
+                    raise ResidencyError(f"{effect}: expected none of the unit in flight, got one; wait for it first.")
+                with self._streams.on(self._streams.reduce):
+                    self._outer[unit] = self._collectives.reduce_outer(unit, accumulate)
+            case WaitOuter(unit):
+                _take(self._outer, unit, effect, "its reduction in flight").wait()
+            case ZeroGrads(unit):
+                self._grads.zero(unit)
+            case _:
                 assert_never(effect)
 
     def _unshard(self, unit: UnitId, phase: Phase) -> None:
         if unit in self._readers:
             raise ResidencyError(f"unshard {unit}: expected a resting unit, got a resident one; reshard it first.")
         with self._streams.on(self._streams.gather):
-            self._storage.allocate(unit)
+            self._weights.allocate(unit)
             self._readers[unit] = set()
             self._gathers[unit] = self._collectives.gather(unit, phase)
 
@@ -190,7 +242,16 @@ class Interpreter:
         for stream in self._readers.pop(unit):
             self._streams.order(self._streams.gather, stream)
         with self._streams.on(self._streams.gather):
-            self._storage.free(unit)
+            self._weights.free(unit)
+
+    def _note_reader(self, unit: UnitId, effect: Effect) -> None:
+        if unit not in self._weights.in_place:
+            self._check_resident(unit, effect)
+            self._readers[unit].add(self._streams.current())
+
+    def _check_free(self, slot: int, effect: Effect) -> None:
+        if slot in self._reductions:
+            raise ResidencyError(f"{effect}: expected a free staging slot, got one in flight; wait for it first.")
 
     def _check_resident(self, unit: UnitId, effect: Effect) -> None:
         if unit not in self._readers or unit in self._gathers:
@@ -198,9 +259,9 @@ class Interpreter:
 
     def _reset(self) -> None:
         """Drop everything even where a wait fails: the first failure is raised once all is dropped."""
-        outstanding = [*self._gathers.values(), *self._reductions.values()]
+        outstanding = [*self._gathers.values(), *self._reductions.values(), *self._outer.values()]
         readers = {stream for streams in self._readers.values() for stream in streams}
-        self._gathers, self._readers, self._reductions = {}, {}, {}
+        self._gathers, self._readers, self._reductions, self._outer = {}, {}, {}, {}
         failures = []
         for completion in outstanding:
             try:
@@ -210,7 +271,8 @@ class Interpreter:
         for stream in {*readers, self._streams.current()}:
             self._streams.order(self._streams.gather, stream)
         with self._streams.on(self._streams.gather):
-            self._storage.drop()
+            self._weights.drop()
+        self._grads.drop()
         if failures:
             raise failures[0]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from functional_fsdp.core.placement import Placements
+from functional_fsdp.sharding.placement import Placements
 
 _RUN = "torchrun --nproc-per-node 2 your_script.py"
 
@@ -68,7 +68,7 @@ def check_mesh(mesh: DeviceMesh, placements: Placements) -> None:
     if len(shape) != len(placements):
         raise ValueError(
             f"fully_shard: expected a mesh with one axis for each of {len(placements)} placements, got sizes {shape}; "
-            "give zero3() a mesh of one axis, e.g. make_mesh()."
+            "give zero3() a mesh of one axis, e.g. make_mesh(), and hsdp() one of two, e.g. make_mesh((2, 4))."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

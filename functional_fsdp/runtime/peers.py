@@ -1,6 +1,6 @@
-"""The ranks of one group: their communicators, what they compare, and how each learns of trouble on another.
+"""The ranks of one mesh: their communicators, what they compare, and how each learns of trouble on another.
 
-Gathers and reductions have a communicator each, and control has a third, so that it never waits behind weights::
+Gathers and reductions have a communicator each, and control has its own, so that it never waits behind weights::
 
     meeting   64 bytes of every rank over the control communicator: where it is, and a digest of what it has
     post      in the store: why a rank stops; written before its communicators close, read by those that then fail
@@ -24,41 +24,31 @@ from __future__ import annotations
 import datetime
 import json
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from functional_fsdp.core.errors import DivergenceError, FsdpError, PeerFault, PeerMismatch, unexpected
 from functional_fsdp.runtime import _torch
+from functional_fsdp.runtime.communicators import Communicators, make_communicators
 from functional_fsdp.runtime.verdict import Post, digest, first_difference, judge, name_ranks
+from functional_fsdp.sharding.strategy import Strategy
 
 Handle: TypeAlias = _torch.Exchange | _torch.Broadcasts | Work
 POLL_S, GRACE_S, MEETING_TAG = 0.02, 2.0, 0
 """How often and how long a rank whose collective failed asks why, and the tag of messages that compare."""
 
 
-@dataclass(frozen=True, slots=True)
-class Communicators:
-    """One generation of communicators, and the messages in flight on them."""
-
-    gather: ProcessGroup
-    reduce: ProcessGroup
-    control: ProcessGroup
-    exchanges: weakref.WeakSet[_torch.Exchange] = field(default_factory=weakref.WeakSet)
-
-
 class Peers:
-    """The ranks of one group.
+    """The ranks of one mesh.
 
     Attributes:
-        rank: this one's number in the group.
+        strategy: the axes of the mesh.
+        rank: this one's number in the mesh.
         num_ranks: how many there are.
         alone: whether there is nobody to agree with: one rank, or the fake backend.
         observer: takes a line for each use of the control channel.
@@ -69,19 +59,20 @@ class Peers:
         has_evaluated: whether the iteration gathered for an evaluation, which no order validates.
 
     Args:
-        group: the ranks; none of its collectives is used.
+        strategy: gives the ranks.
         device: of the tensors.
+        backend: that serves it.
         timeout_s: bounds every wait.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        backend = dist.get_backend(group)
-        self.rank, self.num_ranks = group.rank(), group.size()
+    def __init__(self, strategy: Strategy, device: torch.device, backend: str, timeout_s: float) -> None:
+        self.strategy = strategy
+        self.rank, self.num_ranks = strategy.index, len(strategy.ranks)
         self.alone = self.num_ranks == 1 or backend == "fake"
         self.observer: Callable[[str], None] | None = None
         self.launched: list[str] = []
         self.has_evaluated = self.follows_order = False
-        self._group = group
+        self._backend = backend
         self.tagged = device.type == "cpu" and backend != "fake"
         self._timeout_s = timeout_s
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -104,7 +95,7 @@ class Peers:
         if not self.tagged and self.alone:
             # There may be no real store, as on the fake backend.
             return self.open()
-        store, ranks = self._store, "_".join(map(str, dist.get_process_group_ranks(self._group)))
+        store, ranks = self._store, "_".join(map(str, self.strategy.ranks))
         # Each rank counts its own programs over these ranks; the n-th of all ranks belong together.
         count = f"functional_fsdp/{ranks}/{self.rank}"
         self._store = PrefixStore(f"functional_fsdp/{ranks}/program {store.add(count, 1)}", store)
@@ -155,7 +146,7 @@ class Peers:
         """
         communicators = self.communicators
         try:
-            started = start(getattr(communicators, name), *args)
+            started = start(communicators.groups[name], *args)
         except RuntimeError as error:
             del communicators
             # The frames of the error hold what keeps connections open.
@@ -232,8 +223,9 @@ class Peers:
         for exchange in tuple(closed.exchanges):
             exchange.drop()
         if not self.tagged:
-            for group in (closed.gather, closed.reduce):
-                group.abort()
+            for name, group in closed.groups.items():
+                if name != "control":
+                    group.abort()
 
     def fail(self, text: str, what: str = "") -> FsdpError:
         """Close the communicators and return the error that says what went wrong, from all ranks' posts."""
@@ -278,22 +270,13 @@ class Peers:
                 instead = "the ranks' states differ: start anew from a checkpoint"
                 raise PeerFault(unexpected(where, "all ranks to have dropped the same iteration", got, instead))
         try:
-            made = self._make(store)
+            backend = "gloo" if self.tagged else self._backend
+            made = make_communicators(self.strategy, store, backend, self._timeout, has_control=not self.alone)
         except RuntimeError as error:
             got = f"{error}"
             raise PeerFault(unexpected(where, "connections to all ranks", got, "see if a rank has ended")) from None
         self._generation, self._num_exchanges, self._has_posted = generation, 0, False
         return made
-
-    def _make(self, store: PrefixStore) -> Communicators:
-        if self.tagged:
-            gather, reduce, control = (self._gloo(name, store) for name in ("gather", "reduce", "control"))
-            return Communicators(gather, reduce, control)
-        gather, reduce = (_torch.new_group_like(self._group, self._timeout) for _ in range(2))
-        return Communicators(gather, reduce, gather if self.alone else self._gloo("control", store))
-
-    def _gloo(self, name: str, store: PrefixStore) -> ProcessGroup:
-        return _torch.new_gloo_group(PrefixStore(name, store), self.rank, self.num_ranks, self._timeout)
 
     def _await(self, where: str, store: PrefixStore) -> None:
         """Wait until all ranks have written their number into ``store``."""

@@ -4,32 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Literal
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_fsdp.core.errors import FsdpError, IterationError
 from functional_fsdp.core.ids import Key, UnitId
-from functional_fsdp.core.layout import BucketLayout, lay_out
-from functional_fsdp.core.placement import Placements, zero3
 from functional_fsdp.core.policy import PrefetchPolicy
-from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
+from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.core.state import FsdpState
-from functional_fsdp.optim import Optimizer
+from functional_fsdp.loss_scale import LossScale
+from functional_fsdp.optim import Optimizer, Schedule
 from functional_fsdp.runtime import _torch
-from functional_fsdp.runtime.buffers import Buffers, UnitTensors, make_unit_tensors
+from functional_fsdp.runtime.buffers import Bucket, Buffers
 from functional_fsdp.runtime.cell import Cell, LogEntry
 from functional_fsdp.runtime.collectives import make_collectives
+from functional_fsdp.runtime.groups import ParamGroups, assign_groups
 from functional_fsdp.runtime.hooks import GraphTasks, UnitHooks
+from functional_fsdp.runtime.initial import initial_shards
+from functional_fsdp.runtime.main_grads import MainGrads
 from functional_fsdp.runtime.mesh import check_mesh, check_process_group, make_mesh, mesh_device
+from functional_fsdp.runtime.norms import check_max_norm, clip_by_global_norm, global_norm
 from functional_fsdp.runtime.peers import Peers
-from functional_fsdp.runtime.placeholder import forbid_state_dict, make_placeholder
+from functional_fsdp.runtime.pieces import ShardLayout
+from functional_fsdp.runtime.placeholder import forbid_state_dict
+from functional_fsdp.runtime.plan import plan_spec, plan_units, shard_layout
+from functional_fsdp.runtime.precision import Precision, UnitPrecision
 from functional_fsdp.runtime.same_model import check_same_model
 from functional_fsdp.runtime.state import TrainState, Update, check_usable, update_state
 from functional_fsdp.runtime.step import Iteration
 from functional_fsdp.runtime.streams import make_streams
-from functional_fsdp.runtime.units import UnitChoice, UnitModule, declare_delayed, find_units
+from functional_fsdp.runtime.units import (
+    UnitChoice,
+    UnitModule,
+    declare_delayed,
+    declare_divisors,
+    declare_precisions,
+    find_units,
+)
+from functional_fsdp.sharding.placement import Placements, zero3
+from functional_fsdp.sharding.strategy import make_strategy
+
+ReduceGrads = Literal["each", "last"]
+
+NORM_TAG = 1 << 24
+"""Pairs the messages of a global norm: above the tags of all units."""
 
 
 def fully_shard(
@@ -39,6 +60,11 @@ def fully_shard(
     units: Iterable[UnitChoice] = (),
     placements: Placements | None = None,
     prefetch: PrefetchPolicy = PrefetchPolicy(),
+    precision: Precision = Precision(),
+    unit_precision: UnitPrecision | None = None,
+    param_groups: ParamGroups | None = None,
+    reduce_grads: ReduceGrads = "each",
+    grad_divisors: Mapping[nn.Module, float] | None = None,
     delayed_grads: Iterable[nn.Module] = (),
     peer_timeout_s: float = 600.0,
 ) -> FullySharded:
@@ -48,8 +74,15 @@ def fully_shard(
         roots: a module, or several that are trained together.
         mesh: one axis for each placement; by default one axis over all ranks.
         units: modules or module classes; what they leave over belongs to its root, itself a unit.
-        placements: one for each mesh axis; by default ``zero3()``.
+        placements: one for each mesh axis, e.g. ``hsdp()``; by default ``zero3()``. Axes of one rank do nothing.
         prefetch: which order lookahead follows, and its budgets.
+        precision: dtypes of all units that ``unit_precision`` does not name.
+        unit_precision: dtypes of single units, by module or class.
+        param_groups: for each optimizer group a function of a parameter's name and itself, or patterns of names.
+        reduce_grads: reduce gradients over the inner axis after each backward of an iteration, or sum them up on each
+            rank and reduce at the last. Over an outer axis they are reduced once, at the last, in any case.
+        grad_divisors: for modules of units the number by which the sum of the ranks' gradients is divided; by default
+            it is the number of ranks. For experts whose gradients already sum over ranks.
         delayed_grads: modules of units of which some weight gradient is written after the backward; they are reduced
             when ``it.grads_written(module)`` says that it is.
         peer_timeout_s: seconds that a rank waits for the others at most, before it says which did not come.
@@ -62,11 +95,19 @@ def fully_shard(
     placements = zero3() if placements is None else placements
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh, placements)
+    strategy = make_strategy(placements, mesh.mesh.flatten().tolist(), tuple(mesh.shape), dist.get_rank())
     roots = (roots,) if isinstance(roots, nn.Module) else tuple(roots)
     found = declare_delayed(find_units(roots, units), delayed_grads)
+    found = declare_precisions(found, precision, unit_precision or {})
+    found = assign_groups(declare_divisors(found, grad_divisors or {}), param_groups or {})
+    if reduce_grads not in ("each", "last"):
+        raise ValueError(f'fully_shard: expected reduce_grads "each" or "last", got {reduce_grads!r}.')
     if not peer_timeout_s > 0:
         raise ValueError(f"fully_shard: expected peer_timeout_s above 0 seconds, got {peer_timeout_s}.")
-    return FullySharded(found, mesh, prefetch, Peers(mesh.get_group(0), mesh_device(mesh), peer_timeout_s))
+    buffers = plan_units(found, strategy, mesh_device(mesh))
+    spec = plan_spec(found, buffers, prefetch, reduce_at_last=reduce_grads == "last")
+    peers = Peers(strategy, buffers.device, dist.get_backend(mesh.get_group(0)), peer_timeout_s)
+    return FullySharded(found, spec, buffers, peers)
 
 
 class FullySharded:
@@ -74,57 +115,63 @@ class FullySharded:
 
     Attributes:
         spec: what the pure core knows of the model.
+        layout: which elements of which parameters this rank's flat shards hold.
         peers: the other ranks; ``peers.observer`` is told of each use of the control channel.
     """
 
     spec: ModelSpec
+    layout: ShardLayout
     peers: Peers
 
-    def __init__(self, found: Sequence[UnitModule], mesh: DeviceMesh, prefetch: PrefetchPolicy, peers: Peers) -> None:
-        device = mesh_device(mesh)
-        layouts = lay_out([unit.specs for unit in found], peers.num_ranks)
-        units = [_unit_spec(*pair) for pair in zip(found, layouts, strict=True)]
-        self.spec = model_spec(units, prefetch)
-        self._device = device
+    def __init__(self, found: Sequence[UnitModule], spec: ModelSpec, buffers: Buffers, peers: Peers) -> None:
+        self.spec = spec
+        self.layout = shard_layout(found, buffers)
         self.peers = peers
-        tensors = [_unit_tensors(*pair, device) for pair in zip(found, layouts, strict=True)]
-        buffers = Buffers(tensors, device)
-        self._initial: dict[str, Tensor] | None = _cut(found, layouts, buffers, peers.rank, device)
-        self._sums = {
-            spec.name: param.detach().sum(dtype=torch.float64).item()
-            for unit in found
-            for spec, param in zip(unit.specs, unit.params, strict=True)
-            if param.is_floating_point()
-        }
-        collectives = make_collectives(buffers, peers, device)
-        self._cell = Cell(self.spec, buffers, make_streams(device), collectives, peers)
+        grads = MainGrads(buffers, has_outer=buffers.strategy.outer is not None)
+        collectives = make_collectives(buffers, grads, peers)
+        self._cell = Cell(spec, buffers, grads, make_streams(buffers.device), collectives, peers)
         # From here on nothing is wrong with this rank's arguments, and no module has been changed.
         peers.connect()
+        shards, self._sums = initial_shards(found, buffers)
+        self._initial: dict[str, Tensor] | None = shards
         self._tasks = GraphTasks()
         self._unit_ids = {unit.module: UnitId(index) for index, unit in enumerate(found)}
         for unit, module in enumerate(found):
-            UnitHooks(UnitId(unit), tensors[unit], module.module, self._cell, self._tasks)
-            _rest(module, tensors[unit])
+            UnitHooks(UnitId(unit), buffers.units[unit], module.module, module.precision, self._cell, self._tasks)
+            for slot in module.slots:
+                slot.bind(buffers.units[unit].placeholders[slot.param])
         _forbid_state_dicts(found)
 
-    def init(self, optimizer: Optimizer) -> TrainState:
+    def init(self, optimizer: Optimizer | Schedule, *, loss_scale: LossScale | None = None) -> TrainState:
         """Return the first state: the weights that the modules had, and the optimizer's state for them.
 
         It is called once; every rank must call it.
+
+        Args:
+            optimizer: from ``optim.from_torch`` or ``optim.with_schedule``.
+            loss_scale: what losses are to be multiplied by before the backward; None leaves them alone.
 
         Raises:
             PeerMismatch: ranks shard different models, or start from different weights.
             PeerFault: not all ranks came in time.
             FsdpError: it was called before.
+            ValueError: the optimizer has options for a group that is none.
         """
         if self._initial is None:
             raise FsdpError(
                 "init: expected the first call, got another; the weights went to the state that the first one "
                 "returned. Copy that with map_tensors(torch.clone, state)."
             )
+        optimizer.check_groups(self._initial)
         check_same_model(self.peers, self.spec, self._cell.buffers, self._sums)
         params, self._initial = self._initial, None
-        return TrainState(params, optimizer.init(params), FsdpState())
+        opt_state = optimizer.init(params)
+        return TrainState(params, opt_state, FsdpState(), layout=self.layout, loss_scale=loss_scale)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an iteration is running."""
+        return self._cell.is_running
 
     def iteration(
         self, state: TrainState, *, key: Key | None = None, rerecord: bool = False
@@ -147,7 +194,12 @@ class FullySharded:
         return Iteration(self._cell, self._tasks, self._unit_ids, state, key, rerecord)
 
     def update(
-        self, state: TrainState, grads: Mapping[str, Tensor], optimizer: Optimizer, *, update: Update = "donate"
+        self,
+        state: TrainState,
+        grads: Mapping[str, Tensor],
+        optimizer: Optimizer | Schedule,
+        *,
+        update: Update = "donate",
     ) -> TrainState:
         """Apply an optimizer step and return the next state.
 
@@ -166,6 +218,22 @@ class FullySharded:
         self._check_state("update", state)
         return update_state(state, grads, optimizer, update)
 
+    def global_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Return the 2-norm of all gradients, a 0-d tensor with the same bits on every rank; all must call it."""
+        return global_norm(grads, self._sum_over_shards)
+
+    def clip_by_global_norm(self, grads: Mapping[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], Tensor]:
+        """Scale gradients in place so that their global norm is at most ``max_norm``; return them and the norm before.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: ``max_norm`` is not above 0.
+        """
+        check_max_norm("clip_by_global_norm", "max_norm", max_norm)
+        norm = self.global_norm(grads)
+        return clip_by_global_norm(grads, norm, max_norm), norm
+
     def full_tensors(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather whole tensors by parameter name from flat shards (weights, gradients or optimizer tensors).
 
@@ -178,13 +246,12 @@ class FullySharded:
         check_usable("full_tensors", flat)
         full: dict[str, Tensor] = {}
         self.peers.call_together("full_tensors", sorted(flat))
-        for index, (layout, shard) in enumerate(self._shards(flat)):
-            gathered = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
-            tag = index if self.peers.tagged else None
-            self.peers.launch("full_tensors", "gather", _torch.all_gather_base, gathered, shard, tag).wait()
-            for place in layout.ranges:
-                piece = gathered[place.start : place.stop].clone()
-                full[place.param.name] = piece.view(place.param.shape)
+        for index, (bucket, shard) in enumerate(self._shards(flat)):
+            gathered = self._gather_shards("full_tensors", shard, index)
+            for place in bucket.layout.ranges:
+                if place.param.key in flat:
+                    piece = gathered[place.start : place.stop].clone()
+                    full[place.param.name] = piece.view(place.param.shape)
         return full
 
     def unsharded_nbytes(self) -> int:
@@ -195,11 +262,31 @@ class FullySharded:
         """Call ``observer`` with a ``LogEntry`` after each effect while inside the ``with`` block."""
         return self._cell.observe(observer)
 
-    def _shards(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[BucketLayout, Tensor]]:
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        if not self._cell.is_running:
+            self.peers.open()
+        return self._gather_shards("global_norm", value.view(1), NORM_TAG).sum()
+
+    def _gather_shards(self, where: str, shard: Tensor, tag: int) -> Tensor:
+        """Return all shards ``[numel]`` of this rank's kind end to end, in order."""
+        strategy = self._cell.buffers.strategy
+        for size, name in ((strategy.outer_shards, "outer gather"), (strategy.inner_shards, "gather")):
+            if size > 1:
+                gathered = shard.new_empty(size * shard.numel())
+                given_tag = tag if self.peers.tagged else None
+                self.peers.launch(where, name, _torch.all_gather_base, gathered, shard, given_tag).wait()
+                shard = gathered
+        return shard
+
+    def _shards(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket of which ``flat`` has a key, and this rank's shard of it with zeros for other keys."""
         for unit in self._cell.buffers.units:
             for bucket in unit.buckets:
-                if bucket.layout.key in flat:
-                    yield bucket.layout, bucket.shard(flat).contiguous()
+                keys = {place.param.key for place in bucket.layout.ranges} & flat.keys()
+                if keys:
+                    shard = flat[min(keys)].new_zeros(bucket.layout.shard_numel)
+                    bucket.copy_shard(flat, shard)
+                    yield bucket, shard
 
     def _check_state(self, where: str, state: TrainState) -> None:
         check_usable(where, state.params)
@@ -210,51 +297,6 @@ class FullySharded:
                 f"{where}: expected a state of this model with flat shards {dict(numels)}, got {got}; pass a state that "
                 "init or update of this program returned."
             )
-
-
-def _unit_spec(unit: UnitModule, layouts: Sequence[BucketLayout]) -> UnitSpec:
-    nbytes = sum(layout.numel * unit.params[layout.ranges[0].index].element_size() for layout in layouts)
-    return UnitSpec(
-        name=unit.name,
-        parent=unit.parent,
-        numel=sum(layout.numel for layout in layouts),
-        nbytes=nbytes,
-        trains=any(layout.trains for layout in layouts),
-        delayed_grads=unit.delayed_grads,
-    )
-
-
-def _unit_tensors(unit: UnitModule, layouts: Sequence[BucketLayout], device: torch.device) -> UnitTensors:
-    placeholders = [make_placeholder(spec.name, p) for spec, p in zip(unit.specs, unit.params, strict=True)]
-    return make_unit_tensors(unit.name, layouts, unit.params, placeholders, unit.slots, device)
-
-
-def _cut(
-    found: Sequence[UnitModule],
-    layouts: Sequence[Sequence[BucketLayout]],
-    buffers: Buffers,
-    rank: int,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Copy this rank's elements of every parameter into flat shards, a bucket at a time."""
-    flat = {
-        key: torch.zeros(numel, dtype=buffers.dtypes[key], device=device) for key, numel in buffers.flat_numels.items()
-    }
-    for unit, unit_layouts in zip(found, layouts, strict=True):
-        for layout in unit_layouts:
-            first, stop = rank * layout.shard_numel, (rank + 1) * layout.shard_numel
-            for place in layout.ranges:
-                start, end = max(first, place.start), min(stop, place.stop)
-                if start < end:
-                    source = unit.params[place.index].detach().reshape(-1)[start - place.start : end - place.start]
-                    flat[layout.key].narrow(0, layout.shard_start + start - first, end - start).copy_(source)
-    return flat
-
-
-def _rest(unit: UnitModule, tensors: UnitTensors) -> None:
-    """Put placeholders where the unit's parameters are bound."""
-    for slot in unit.slots:
-        slot.bind(tensors.placeholders[slot.param])
 
 
 def _forbid_state_dicts(found: Sequence[UnitModule]) -> None:

@@ -14,9 +14,11 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_fsdp.core.errors import DonatedStateError
+from functional_fsdp.core.errors import DonatedStateError, unexpected
 from functional_fsdp.core.state import FsdpState
-from functional_fsdp.optim import Optimizer, OptState
+from functional_fsdp.loss_scale import LossScale
+from functional_fsdp.optim import Optimizer, OptState, Schedule
+from functional_fsdp.runtime.pieces import ShardLayout
 
 Update: TypeAlias = Literal["donate", "copy"]
 
@@ -28,23 +30,33 @@ class TrainState:
     """All that training carries from one step to the next.
 
     Attributes:
-        params: for each bucket key this rank's flat shard ``[shard_numel of all units]``.
-        opt_state: the optimizer's tensors, for each bucket key by name.
+        params: for each key this rank's flat shard ``[shard_numel of all units]``.
+        opt_state: for each key that trains the optimizer's tensors by name.
         fsdp: what the schedules have learned.
+        step: number of updates that led here.
+        loss_scale: by what the loss is multiplied; None where gradients need no scaling.
+        layout: which elements of which parameters the flat shards hold.
     """
 
     params: dict[str, Tensor]
     opt_state: OptState
     fsdp: FsdpState
+    step: int = 0
+    loss_scale: LossScale | None = None
+    layout: ShardLayout = ShardLayout((), (), (), "")
+
+
+_Static: TypeAlias = tuple[FsdpState, int, LossScale | None, ShardLayout]
 
 
 def _flatten(state: TrainState) -> tuple[tuple[object, ...], Hashable, tuple[str, ...]]:
-    return (state.params, state.opt_state), state.fsdp, ("params", "opt_state")
+    static = state.fsdp, state.step, state.loss_scale, state.layout
+    return (state.params, state.opt_state), static, ("params", "opt_state")
 
 
-def _unflatten(fsdp: Hashable, children: Sequence[object]) -> TrainState:
+def _unflatten(static: Hashable, children: Sequence[object]) -> TrainState:
     params, opt_state = children
-    return TrainState(cast("dict[str, Tensor]", params), cast("OptState", opt_state), cast("FsdpState", fsdp))
+    return TrainState(cast("dict[str, Tensor]", params), cast("OptState", opt_state), *cast("_Static", static))
 
 
 optree.register_pytree_node(TrainState, _flatten, _unflatten, namespace="functional_fsdp")
@@ -65,7 +77,9 @@ def check_usable(where: str, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def update_state(state: TrainState, grads: Mapping[str, Tensor], optimizer: Optimizer, update: Update) -> TrainState:
+def update_state(
+    state: TrainState, grads: Mapping[str, Tensor], optimizer: Optimizer | Schedule, update: Update
+) -> TrainState:
     """Apply an optimizer step: the commit point of a training step.
 
     With ``"donate"`` the tensors of ``state`` are written in place and the old objects emptied; if the step fails in
@@ -73,30 +87,60 @@ def update_state(state: TrainState, grads: Mapping[str, Tensor], optimizer: Opti
 
     Raises:
         DonatedStateError: an earlier update took ``state``.
-        ValueError: ``grads`` do not fit ``state``.
+        ValueError: ``grads`` do not fit ``state``; nothing is written.
     """
     check_usable("update", state.params)
-    _check_grads(state, grads)
-    if update == "copy":
-        fresh = _map_state(lambda tensor: tensor.clone(), state)
-        return replace(fresh, opt_state=optimizer.update(grads, fresh.opt_state, fresh.params))
-    if update != "donate":
-        raise ValueError(f'update: expected "donate" or "copy", got {update!r}.')
-    fresh = _map_state(lambda tensor: tensor.detach(), state)
+    missing = sorted(state.opt_state.keys() - grads.keys())
+    if missing:
+        instead = "pass what finish_grad_sync of this program returned"
+        raise ValueError(unexpected("update", f"gradients for {missing}", f"those of {sorted(grads)}", instead))
+    now = optimizer.at(state.step)
+    now.check(grads, state.opt_state, state.params)
+    fresh = _successor(state, update)
     try:
-        opt_state = optimizer.update(grads, fresh.opt_state, fresh.params)
+        opt_state = now.update(grads, fresh.opt_state, fresh.params)
     except BaseException as error:
-        _retire(fresh, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
-        _retire(state, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
-        error.add_note('update: the state is lost, since it was being written; update="copy" keeps the old one.')
+        if update == "donate":
+            for lost in (fresh, state):
+                _retire(lost, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
+            error.add_note('update: the state is lost, since it was being written; update="copy" keeps the old one.')
         raise
-    _retire(state, "was donated to an update")
-    return TrainState(fresh.params, opt_state, fresh.fsdp)
+    if update == "donate":
+        _retire(state, "was donated to an update")
+    return replace(fresh, opt_state=opt_state, step=state.step + 1)
 
 
-def _map_state(f: Callable[[Tensor], Tensor], state: TrainState) -> TrainState:
+def skip_update(state: TrainState, update: Update) -> TrainState:
+    """Return the state after a step that writes nothing.
+
+    The state before it fares as in ``update_state``, so that no loop is right only where no step is skipped.
+
+    Raises:
+        DonatedStateError: an earlier update took ``state``.
+    """
+    check_usable("update", state.params)
+    fresh = _successor(state, update)
+    if update == "donate":
+        _retire(state, "was donated to a step that was skipped")
+    return fresh
+
+
+def check_update(where: str, update: Update) -> None:
+    """Check how an update is asked to treat the state before it.
+
+    Raises:
+        ValueError: it is neither of the two ways.
+    """
+    if update not in ("donate", "copy"):
+        raise ValueError(unexpected(where, 'update "donate" or "copy"', repr(update), "name one of them"))
+
+
+def _successor(state: TrainState, update: Update) -> TrainState:
+    """Return the state to write: aliases of its tensors, or copies."""
+    check_update("update", update)
+    f: Callable[[Tensor], Tensor] = torch.clone if update == "copy" else Tensor.detach
     params, opt_state = optree.tree_map(f, (state.params, state.opt_state))
-    return TrainState(params, opt_state, state.fsdp)
+    return replace(state, params=params, opt_state=opt_state)
 
 
 def _retire(state: TrainState, fate: str) -> None:
@@ -104,17 +148,3 @@ def _retire(state: TrainState, fate: str) -> None:
         assert isinstance(tensor, Tensor)
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         setattr(tensor, _FATE, fate)
-
-
-def _check_grads(state: TrainState, grads: Mapping[str, Tensor]) -> None:
-    for key, param in state.params.items():
-        grad = grads.get(key)
-        if grad is None:
-            if key.endswith(".frozen"):
-                continue
-            raise ValueError(f"update: expected gradients for {key!r}, got those of {sorted(grads)}.")
-        if grad.shape != param.shape or grad.dtype != param.dtype:
-            raise ValueError(
-                f"update: expected {key!r} gradients of shape {tuple(param.shape)} and {param.dtype}, got "
-                f"{tuple(grad.shape)} and {grad.dtype}; pass what finish_grad_sync of this program returned."
-            )

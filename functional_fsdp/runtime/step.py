@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -107,7 +108,7 @@ class Iteration:
         except BaseException as failure:
             self._abort(failure)
             raise
-        self._state = TrainState(self._bound.params, self._bound.opt_state, self._cell.state)
+        self._state = replace(self._bound, fsdp=self._cell.state)
         if not self._joined:
             self._leave()
 
@@ -210,7 +211,7 @@ class Iteration:
             )
         # What the caller wrote may carry a graph, since grad mode is on outside a backward pass.
         with torch.no_grad():
-            self._cell.run(grads_written, unit, missing=self._cell.buffers.missing(unit))
+            self._cell.run(grads_written, unit, missing=self._cell.grads.missing(unit))
 
     def finish_grad_sync(self) -> dict[str, Tensor]:
         """Return the gradients, averaged over the ranks, as flat shards laid out like ``state.params``.
@@ -231,13 +232,13 @@ class Iteration:
         # Where a use is open nothing is completed: it is the hook after this that names it.
         if not any(unit_state.is_open for unit_state in cell.state.live):
             for unit in outstanding_grads(cell.spec, iteration.grads):
-                cell.run(grads_complete, unit, missing=cell.buffers.missing(unit))
+                cell.run(grads_complete, unit, missing=cell.grads.missing(unit))
             # Messages of the comparison travel while the reductions are waited for.
             meeting = cell.compare_launched("finish_grad_sync")
         cell.run(finish_grad_sync)
         if meeting is not None:
             meeting.check()
-        return cell.buffers.main_grads()
+        return cell.grads.main_grads()
 
     def _check_running(self, hook: str) -> None:
         if self._token is None or self._cell.token is not self._token:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from functional_fsdp.core.errors import unexpected
 from functional_fsdp.core.ids import UnitId
-from functional_fsdp.core.layout import ParamSpec
 from functional_fsdp.runtime.buffers import Slot
 from functional_fsdp.runtime.placeholder import Placeholder
+from functional_fsdp.runtime.precision import Precision, UnitPrecision, check_precisions, precision_of
+from functional_fsdp.sharding.layout import ParamSpec
 
 UnitChoice = nn.Module | type[nn.Module]
 
@@ -27,6 +30,8 @@ class UnitModule:
         specs: the same as the layout sees them.
         slots: where they are bound, in this module or below.
         delayed_grads: whether the caller writes some of its gradients after the backward.
+        precision: in which dtypes it computes and reduces.
+        divisor: by which the sum of the ranks' gradients is divided; None is the number of ranks.
     """
 
     name: str
@@ -36,6 +41,8 @@ class UnitModule:
     specs: tuple[ParamSpec, ...]
     slots: tuple[Slot, ...]
     delayed_grads: bool = False
+    precision: Precision = Precision()
+    divisor: float | None = None
 
 
 def find_units(roots: Sequence[nn.Module], units: Iterable[UnitChoice]) -> tuple[UnitModule, ...]:
@@ -74,6 +81,42 @@ def declare_delayed(found: Sequence[UnitModule], modules: Iterable[nn.Module]) -
                 "add it to units=, or name the unit around it."
             )
     return tuple(replace(unit, delayed_grads=unit.module in declared) for unit in found)
+
+
+def declare_precisions(
+    found: Sequence[UnitModule], default: Precision, of_units: UnitPrecision
+) -> tuple[UnitModule, ...]:
+    """Return the units with ``precision`` as ``of_units`` gives it for their module or its class, else ``default``.
+
+    Raises:
+        ValueError: an entry is not that of a unit, or no ``Precision``.
+    """
+    given: object = default
+    if not isinstance(given, Precision):
+        raise ValueError(unexpected("fully_shard: precision", "a Precision", repr(given), "pass e.g. Precision()"))
+    check_precisions([unit.module for unit in found], of_units)
+    return tuple(replace(unit, precision=precision_of(unit.module, default, of_units)) for unit in found)
+
+
+def declare_divisors(found: Sequence[UnitModule], divisors: Mapping[nn.Module, float]) -> tuple[UnitModule, ...]:
+    """Return the units with ``divisor`` where ``divisors`` gives one.
+
+    Raises:
+        ValueError: a module is no unit, or a divisor is not a finite number above 0.
+    """
+    units: set[object] = {unit.module for unit in found}
+    given: Mapping[nn.Module, object] = divisors
+    for module, divisor in given.items():
+        where = "fully_shard: grad_divisors"
+        if module not in units:
+            instead = "add it to units=, or name the unit around it"
+            raise ValueError(unexpected(where, "the module of a unit", _named(found, module), instead))
+        if not (isinstance(divisor, (int, float)) and 0 < divisor < math.inf):
+            instead = "give the number by which the sum over all ranks is to be divided"
+            raise ValueError(
+                unexpected(f"{where}[{_named(found, module)}]", "a number above 0", repr(divisor), instead)
+            )
+    return tuple(replace(unit, divisor=divisors.get(unit.module)) for unit in found)
 
 
 def _named(found: Sequence[UnitModule], module: object) -> str:

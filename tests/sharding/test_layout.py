@@ -7,8 +7,8 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_fsdp.core.layout import ALIGNMENT_NUMEL, ParamSpec, lay_out
-from functional_fsdp.core.placement import Placement, zero3
+from functional_fsdp.sharding.layout import ALIGNMENT_NUMEL, ParamSpec, lay_out
+from functional_fsdp.sharding.placement import Placement, zero3
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 params = st.builds(ParamSpec, st.just("p"), shapes, st.sampled_from(("float32", "bfloat16")), st.booleans())
