@@ -92,17 +92,17 @@ class Optimizer:
         """
         where, replaced = f"{class_name(self.cls)} replace", dict(self.groups)
         numbers = {name for name, value in self.defaults().items() if _is_number(value)}
-        for group, given in ((NAMELESS, options), *(groups or {}).items()):
-            if group not in self.all_groups():
-                expected = f"groups that it has ({_listed(replaced.keys() - {NAMELESS})})"
-                raise ValueError(unexpected(where, expected, repr(group), "give others to from_torch"))
-            own = dict(freeze(given))
-            for name, value in own.items():
+        named, given = replaced.keys() - {NAMELESS}, dict(groups or {})
+        if given.keys() - named:
+            expected, got = f"groups that it has ({_listed(named)})", _listed(given.keys() - named)
+            raise ValueError(unexpected(where, expected, got, "give others to from_torch"))
+        for own in (options, *given.values()):
+            for name, value in freeze(own):
                 if name not in numbers or not _is_number(value):
                     expected, instead = f"numbers for {_listed(numbers)}", "give what changes the rule to from_torch"
                     raise ValueError(unexpected(where, expected, f"{name}={value!r}", instead))
-            if group != NAMELESS:
-                replaced[group] = tuple((dict(replaced[group]) | own).items())
+        for group, own in given.items():
+            replaced[group] = tuple((dict(replaced[group]) | dict(freeze(own))).items())
         if NAMELESS in replaced:
             replaced[NAMELESS] = tuple(pair for pair in replaced[NAMELESS] if pair[0] not in options)
         common = dict(self.options) | dict(freeze(options))

@@ -298,7 +298,7 @@ def test_update_refuses_what_does_not_fit_before_it_writes() -> None:
         (
             good,
             {"a": state["a"]},
-            "expected opt_state with the keys of params, ['a', 'b'], got ['a']; make it with init",
+            "expected opt_state with the keys of params that train, ['a', 'b'], got ['a']; make it with init",
         ),
     ]
     for grads, opt_state, text in cases:
