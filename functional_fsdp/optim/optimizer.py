@@ -60,7 +60,7 @@ class Optimizer:
     groups: tuple[tuple[str, Options], ...] = ()
 
     def __repr__(self) -> str:
-        shown = [f"{name}={value!r}" for name, value in self.options_of(NAMELESS).items()]
+        shown = [f"{name}={value!r}" for name, value in self.given(NAMELESS).items()]
         named = {group: dict(options) for group, options in self.groups if group != NAMELESS}
         return f"{class_name(self.cls)}({', '.join([*shown, f'groups={named!r}'] if named else shown)})"
 
@@ -68,10 +68,14 @@ class Optimizer:
         """Return each group's own options, the nameless one first."""
         return {NAMELESS: ()} | dict(self.groups)
 
-    def options_of(self, group: str) -> dict[str, object]:
-        """Return all options given for the parameters of a group; ``""`` is the nameless one."""
+    def given(self, group: str) -> dict[str, object]:
+        """Return what was given for the parameters of a group; ``""`` is the nameless one."""
         groups = self.all_groups()
         return dict(self.options) | dict(groups.get(group, groups[NAMELESS]))
+
+    def options_of(self, group: str) -> dict[str, object]:
+        """Return all options that may differ between groups, those of the parameters of ``group``."""
+        return self.defaults() | self.given(group)
 
     def at(self, step: int) -> Optimizer:
         """Return the optimizer for the update after ``step`` updates: this one, since it follows no schedule."""
@@ -101,14 +105,15 @@ class Optimizer:
                 if name not in numbers or not _is_number(value):
                     expected, instead = f"numbers for {_listed(numbers)}", "give what changes the rule to from_torch"
                     raise ValueError(unexpected(where, expected, f"{name}={value!r}", instead))
+        common = dict(self.options) | dict(freeze(options))
+        Optimizer(
+            self.cls, tuple(common.items()), tuple((group, freeze(own)) for group, own in given.items())
+        ).check_values()
         for group, own in given.items():
             replaced[group] = tuple((dict(replaced[group]) | dict(freeze(own))).items())
         if NAMELESS in replaced:
             replaced[NAMELESS] = tuple(pair for pair in replaced[NAMELESS] if pair[0] not in options)
-        common = dict(self.options) | dict(freeze(options))
-        made = Optimizer(self.cls, tuple(common.items()), tuple(replaced.items()))
-        made.check_values()
-        return made
+        return Optimizer(self.cls, tuple(common.items()), tuple(replaced.items()))
 
     def defaults(self) -> dict[str, Any]:
         """Return the value of each option that may differ between groups, as PyTorch's object keeps it."""

@@ -74,7 +74,7 @@ class Schedule:
         return self.at(0).init(params)
 
 
-def with_schedule(optimizer: Optimizer, scheduler: Callable[..., LRScheduler], **options: object) -> Schedule:
+def with_schedule(optimizer: Optimizer, scheduler: Callable[..., LRScheduler], /, **options: object) -> Schedule:
     """Return an optimizer that follows a scheduler of ``torch.optim.lr_scheduler``, for ``update`` and train steps.
 
     The scheduler makes one step for each update. It finds the parameters of no group first, then the groups in the
@@ -154,6 +154,9 @@ class _History:
 
     def _make(self) -> LRScheduler:
         optimizer, called = self._optimizer, _called(self._scheduler)
+        if isinstance(self._scheduler, type) and issubclass(self._scheduler, LRScheduler):
+            # A scheduler makes a step when it is made.
+            _check_step(called, self._scheduler)
         # Of the same class, for those that look; there is nothing to update, and no gradient.
         inert: Any = type(optimizer.cls.__name__, (optimizer.cls,), {"step": lambda self, closure=None: None})
         groups = [{**dict(own), "params": [_nothing()]} for own in optimizer.all_groups().values()]
@@ -165,12 +168,18 @@ class _History:
         if not isinstance(made, LRScheduler) or made.optimizer is not driven:
             expected = "a scheduler of the optimizer that it is given"
             raise ValueError(unexpected(called, expected, repr(made), "pass a class of torch.optim.lr_scheduler"))
-        wanted = [name for name, parameter in inspect.signature(made.step).parameters.items() if _is_wanted(parameter)]
-        if wanted:
-            got = f"{type(made).__name__}, whose steps want {', '.join(wanted)}"
-            instead = "choose the numbers in the loop, with optimizer.replace(lr=...)"
-            raise ValueError(unexpected(called, "a scheduler that depends on the step alone", got, instead))
+        _check_step(called, type(made))
         return made
+
+
+def _check_step(called: str, cls: type[LRScheduler]) -> None:
+    _, *parameters = inspect.signature(cls.step).parameters.values()
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = [each.name for each in parameters if each.default is each.empty and each.kind not in given]
+    if wanted:
+        got = f"{cls.__name__}, whose steps want {', '.join(wanted)}"
+        instead = "choose the numbers in the loop, with optimizer.replace(lr=...)"
+        raise ValueError(unexpected(called, "a scheduler that depends on the step alone", got, instead))
 
 
 def _step(live: LRScheduler) -> None:
@@ -181,13 +190,6 @@ def _step(live: LRScheduler) -> None:
 
 def _nothing() -> torch.Tensor:
     return torch.empty(0, dtype=torch.float32, device="cpu")
-
-
-def _is_wanted(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_POSITIONAL,
-        parameter.VAR_KEYWORD,
-    )
 
 
 def _called(scheduler: object) -> str:

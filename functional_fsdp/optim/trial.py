@@ -129,7 +129,7 @@ def _check_elementwise(optimizer: Optimizer, group: str) -> None:
         for grad in grads:
             for key, part in zip(pieces, grad.split(numel // 2), strict=True):
                 opt_states[key] = optimizer.update({key: part.clone()}, opt_states[key], {key: pieces[key]})
-        options: dict[str, Any] = optimizer.options_of(group)
+        options: dict[str, Any] = optimizer.given(group)
         by_torch = optimizer.cls([whole], **options)
         for grad in grads:
             whole.grad = grad.reshape(num_rows, num_rows).clone()
