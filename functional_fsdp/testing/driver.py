@@ -42,10 +42,12 @@ class Driver:
         self, spec: ModelSpec, interpreter: type[Interpreter] = Interpreter, fail_after: int | None = None
     ) -> None:
         self.spec = spec
-        self.device = RecordingDevice(len(spec.units), fail_after)
+        self.device = RecordingDevice(spec, fail_after)
         self.reports: list[str] = []
         device = self.device
-        self.interpreter = interpreter(device.streams, device.collectives, device, self.reports.append)
+        self.interpreter = interpreter(
+            device.streams, device.collectives, device.weights, device.grads, self.reports.append
+        )
         self.state = FsdpState()
 
     def run(
@@ -67,7 +69,7 @@ class Driver:
         inner()
         self.device.compute(unit)
         if phase is Phase.BACKWARD:
-            self.device.write_grads(unit)
+            self.device.grads.write(unit)
             self.run(post_backward, unit)
         else:
             self.run(close_use, unit, phase, has_backward=phase is Phase.FORWARD)
@@ -89,7 +91,7 @@ class Driver:
         self.device.compute(root)
         for child in reversed(children):
             self.use(child, Phase.BACKWARD)
-        self.device.write_grads(root)
+        self.device.grads.write(root)
         self.run(backward_end, (StillOpen(root),))
 
     def finish(self) -> None:
@@ -97,11 +99,11 @@ class Driver:
         iteration = self.state.iteration
         assert isinstance(iteration, Running), "there is an iteration to finish"
         for unit in outstanding_grads(self.spec, iteration.grads):
-            self.device.write_grads(unit)
+            self.device.grads.write(unit)
             self.run(grads_complete, unit)
         self.run(finish_grad_sync)
         self.run(end_iteration)
-        self.device.read_main_grads(tuple(UnitId(u) for u, unit in enumerate(self.spec.units) if unit.trains))
+        self.device.grads.read_main(tuple(UnitId(u) for u, unit in enumerate(self.spec.units) if unit.trains))
         self.device.write_shards()
 
     def step(self, units: tuple[UnitId, ...], key: Key = "train") -> None:

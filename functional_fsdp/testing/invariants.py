@@ -7,15 +7,18 @@ The numbers are those that messages carry. Of a state:
 - S3 Between iterations nothing is live.
 - S4 At most ``NUM_STAGING_SLOTS`` reductions are in flight, each in a slot of its own.
 - S5 Live bytes do not exceed the byte budget.
+- S6 Refreshed, summed and reduced are only units for which the spec has that.
 
 Of a trace:
 
-- T1 Compute reads a unit only after the wait for its gather, and gathers only after the optimizer's writes.
+- T1 Compute reads a unit only after the wait for its gather, and gathers only after the optimizer's writes; a shard that
+  is written anew for them is written once, before the first.
 - T2 Storage is freed only after its last reader; within a hook the own gather comes before those of lookahead.
 - T3 Between iterations nothing is live or in flight, and no slot is taken.
 - T4 Lookahead keeps to the budget, and never passes the end of the order nor a boundary with ``host_sync``.
 - T6 Live bytes never exceed the byte budget; live is only what is open or promised.
-- T7 Every gather is waited for once and freed once; every gradient is reduced exactly once.
+- T7 Every gather is waited for once and freed once; a kept unit is gathered once and freed at the end. Every gradient
+  is reduced exactly once over the inner axis, and after the last of the unit's once over the outer one.
 - T9 An abort gives back the state before the iteration.
 - T10 An iteration changes no order but that of its key.
 - T12 In a replay that does not diverge, no gather is freed before its use.
@@ -28,7 +31,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from functional_fsdp.core.draft import num_pending
-from functional_fsdp.core.effects import Effect, Install, PackGrads, Report, Reset, Reshard, Unshard
+from functional_fsdp.core.effects import (
+    AccumulateGrads,
+    Effect,
+    Install,
+    PackGrads,
+    PackSum,
+    RefreshShard,
+    Report,
+    Reset,
+    Reshard,
+    Unshard,
+)
 from functional_fsdp.core.ids import Boundary, Phase, UnitId
 from functional_fsdp.core.order import Walk
 from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec, phase_index
@@ -39,7 +53,7 @@ BACKWARD = phase_index(Phase.BACKWARD)
 
 
 def invariant_errors(spec: ModelSpec, state: FsdpState) -> tuple[str, ...]:
-    """Return a line for each of S1 to S5 that ``state`` breaks; empty if none."""
+    """Return a line for each of S1 to S6 that ``state`` breaks; empty if none."""
     live, iteration, budget = state.live, state.iteration, spec.policy.max_unsharded_nbytes
     slots = [reduction.slot for reduction in iteration.grads.reducing] if isinstance(iteration, Running) else []
     nbytes = sum(spec.units[unit_state.unit].nbytes for unit_state in live)
@@ -55,7 +69,23 @@ def invariant_errors(spec: ModelSpec, state: FsdpState) -> tuple[str, ...]:
         broken.append(f"S4: staging slots in flight: {slots}")
     if budget is not None and nbytes > budget:
         broken.append(f"S5: {nbytes} live bytes exceed the budget of {budget}")
+    if isinstance(iteration, Running):
+        broken.extend(_wrong_bits(spec, iteration))
     return tuple(broken)
+
+
+def _wrong_bits(spec: ModelSpec, running: Running) -> Iterable[str]:
+    trains, grads = spec.trainable, running.grads
+    refreshes = sum(1 << index for index, unit in enumerate(spec.units) if unit.refreshes and unit.nbytes)
+    allowed = {
+        "refreshed": (running.refreshed, refreshes),
+        "reduced": (grads.reduced, trains),
+        "summed": (grads.summed, trains if spec.reduce.at_last else 0),
+        "outer": (grads.outer, trains if spec.reduce.has_outer else 0),
+    }
+    for name, (units, of) in allowed.items():
+        if units & ~of:
+            yield f"S6: {name} are {list(_bits(units))}, which can only be {list(_bits(of))}"
 
 
 class TraceChecker:
@@ -95,16 +125,26 @@ class TraceChecker:
             if isinstance(effect, Reshard) and effect.unit in self.table.gathered:
                 wasted += [] if self.table.gathered[effect.unit].used else [effect]
             found += self.table.apply(effect)
-            if isinstance(effect, PackGrads):
-                found += self._check_packed(effect, hook, after)
+            if isinstance(effect, (PackGrads, AccumulateGrads)):
+                found += self._check_taken(effect, hook, after)
+            elif isinstance(effect, PackSum) and effect.unit in self._unreduced:
+                found.append(f"T7: {effect}: there are gradients beside it")
+        found += self._check_kept(after, effects)
         found += self._check_waste(before, after, effects, wasted)
         found += self._check_closed(before, after, effects)
         found += self._check_residency(after)
+        found += self._check_bits(after)
         found += self._check_lookahead(before, after)
         found += _check_orders(before, after, effects)
         lines = tuple(f"{hook}: {line}" for line in found)
         self.errors.extend(lines)
         return lines
+
+    def _check_kept(self, after: FsdpState, effects: tuple[Effect, ...]) -> Iterable[str]:
+        if isinstance(after.iteration, Running):
+            for effect in effects:
+                if isinstance(effect, Reshard) and self.spec.units[effect.unit].kept:
+                    yield f"T7: {effect}: it is kept to the end of the iteration"
 
     def _check_waste(
         self, before: FsdpState, after: FsdpState, effects: tuple[Effect, ...], wasted: list[Reshard]
@@ -125,7 +165,7 @@ class TraceChecker:
             if closed > 0 and self.spec.trainable >> unit_state.unit & 1:
                 self._unreduced[unit_state.unit] = self._unreduced.get(unit_state.unit, 0) + closed
 
-    def _check_packed(self, effect: PackGrads, hook: str, after: FsdpState) -> Iterable[str]:
+    def _check_taken(self, effect: PackGrads | AccumulateGrads, hook: str, after: FsdpState) -> Iterable[str]:
         unit, iteration = effect.unit, after.iteration
         if not self._unreduced.pop(unit, 0) and not hook.startswith("grads_complete"):
             yield f"T7: {effect}: there is no gradient"
@@ -143,15 +183,15 @@ class TraceChecker:
         was, now = before.iteration, after.iteration
         closes = isinstance(now, Running) and now.closed
         if isinstance(was, Running) and (isinstance(now, Idle) or (closes and not was.closed)):
-            missing = sorted(self._unreduced)
+            missing, grads = sorted(self._unreduced), self.table.grads
             if isinstance(now, Running):
-                missing += [u for u in _bits(self.spec.trainable) if u not in self.table.main_grads]
-            if missing or self.table.packed or self.table.reducing:
-                yield f"T7: closed with gradients of {missing} missing, {self.table.reducing} in flight"
+                missing += [u for u in _bits(self.spec.trainable) if u not in grads.main_grads]
+            if missing or not grads.is_empty:
+                yield f"T7: closed with gradients of {missing} missing, or some are on their way: {grads}"
 
     def _check_residency(self, after: FsdpState) -> Iterable[str]:
         """The state says what the table says, and compute finds what it reads."""
-        live = {u.unit: u for u in after.live if self.spec.units[u.unit].numel}
+        live = {u.unit: u for u in after.live if self.spec.units[u.unit].nbytes}
         if live.keys() != self.table.gathered.keys():
             yield f"T7: live are {sorted(live)}, gathered are {sorted(self.table.gathered)}"
         for unit, storage in self.table.gathered.items():
@@ -162,14 +202,32 @@ class TraceChecker:
                 yield f"T1: unit {unit} is {unit_state.residency.value}, waited for: {storage.waited}"
             if unit_state.is_open is not storage.installed:
                 yield f"T1: unit {unit} has open uses {unit_state.open_uses}, installed: {storage.installed}"
+        in_place = {u.unit for u in after.live if u.is_open and u.unit not in live and self.spec.units[u.unit].numel}
+        if in_place != self.table.in_place:
+            yield f"T1: open in place are {sorted(in_place)}, installed are {sorted(self.table.in_place)}"
         if isinstance(after.iteration, Idle) and not self.table.is_empty:
             yield "T3: the table is not empty between iterations"
+
+    def _check_bits(self, after: FsdpState) -> Iterable[str]:
+        """What the state says of shards and gradients is what the table says."""
+        if not isinstance(after.iteration, Running):
+            return
+        running, table = after.iteration, self.table.grads
+        said = {"refreshed": (running.refreshed, self.table.refreshed)}
+        if not running.closed:
+            reduced = table.partial if self.spec.reduce.has_outer else table.main_grads
+            grads = running.grads
+            said |= {"summed": (grads.summed, table.sums), "outer": (grads.outer, table.outer)}
+            said |= {"reduced": (grads.reduced, reduced)}
+        for name, (bits, units) in said.items():
+            if set(_bits(bits)) != units:
+                yield f"T7: {name} are {list(_bits(bits))}, by the effects {sorted(units)}"
 
     def _check_lookahead(self, before: FsdpState, after: FsdpState) -> Iterable[str]:
         iteration, policy = after.iteration, self.spec.policy
         if not isinstance(iteration, Running):
             return
-        promised, kept = set(), set()
+        promised, passed = {unit.unit for unit in after.live if self.spec.units[unit.unit].kept}, set()
         for index, walk in enumerate(iteration.walks):
             items, start, stop = walk.execution_order.items, walk.execution_cursor, walk.prefetch_cursor
             if not 0 <= start <= stop <= len(items):
@@ -181,8 +239,8 @@ class TraceChecker:
                 elif not index or num_pending(self.spec, iteration.grads, item.unit):
                     promised.add(item.unit)
                     # A backward walk may have passed over a unit before a forward use of it began to wait: no promise.
-                    kept |= set() if index else {item.unit}
-        resting = [u for u in kept if self.spec.units[u].numel and u not in self.table.gathered]
+                    passed |= set() if index else {item.unit}
+        resting = [u for u in passed if self.spec.units[u].nbytes and u not in self.table.gathered]
         if resting:
             yield f"T4: promised but resting: {resting}"
         idle = [u.unit for u in after.live if not u.is_open and u.unit not in promised]
@@ -205,7 +263,9 @@ class TraceChecker:
                 item = items[expected]
                 if isinstance(item, Boundary) and item.host_sync:
                     break
-                taken += 0 if isinstance(item, Boundary) else self.spec.units[item.unit].numel
+                described = None if isinstance(item, Boundary) else self.spec.units[item.unit]
+                # A unit that is not gathered takes nothing of the budget.
+                taken += described.numel if described is not None and described.nbytes else 0
                 expected += 1
             expected = max(expected, earlier.prefetch_cursor)
         passed = walk.prefetch_cursor
@@ -218,9 +278,9 @@ def _check_order(effects: tuple[Effect, ...]) -> Iterable[str]:
     own = {effect.unit for effect in effects if isinstance(effect, Install)}
     first = len(effects)
     for position, effect in enumerate(effects):
-        if isinstance(effect, Unshard) and effect.unit not in own:
+        if isinstance(effect, (RefreshShard, Unshard)) and effect.unit not in own:
             first = min(first, position)
-        elif position > first and isinstance(effect, (Unshard, Install)):
+        elif position > first and isinstance(effect, (RefreshShard, Unshard, Install)):
             yield f"T2: {effect} comes after a gather of lookahead"
 
 

@@ -1,55 +1,63 @@
-"""A device that records what is issued to it, behind the interpreter's three protocols, with no torch.
+"""A device that records what is issued to it, behind the interpreter's protocols, with no torch.
 
-It has the streams of a GPU (compute, gather, reduce) and a stream for each communicator, as NCCL has. The log is for
-``check_happens_before``. What a log cannot show (a use of parameters that are not installed, storage allocated twice)
-is an error at once.
+It has the streams of a GPU (compute, gather, reduce) and a stream for each communicator, as NCCL has: for gathers and for
+reductions, each over the inner and over the outer axis. The log is for ``check_happens_before``. What a log cannot show
+(a use of parameters that are not installed, storage allocated twice) is an error at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from functional_fsdp.core.ids import Phase, UnitId
+from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.testing.happens_before import After, HookMark, LogItem, Op, Order, Resource
+from functional_fsdp.testing.recorded_grads import RecordedGrads, RecordingError
 
-
-class RecordingError(AssertionError):
-    """The interpreter asked the device for something that cannot be."""
+Reads: TypeAlias = tuple[tuple[Resource, tuple[str, ...]], ...]
+"""Resources, each with the operations that may have written it last."""
 
 
 class RecordedCompletion:
-    """Something launched at ``index`` of the log."""
+    """Something launched at ``index`` of the log; ``waited`` is called when the host has waited for it."""
 
-    def __init__(self, device: RecordingDevice, index: int) -> None:
+    def __init__(self, device: RecordingDevice, index: int, waited: Callable[[], None] = lambda: None) -> None:
         self._device = device
         self._index = index
+        self._waited = waited
 
     def wait(self) -> None:
         """Order the current stream after it."""
         self._device.log.append(After(self._device.current(), self._index))
+        self._waited()
 
 
 class RecordingDevice:
-    """Streams, collectives and storage in one; pass it three times to an ``Interpreter``.
+    """Streams, collectives, weights and gradients for an ``Interpreter``.
 
     Attributes:
+        spec: of the model.
         log: what was issued, in order.
         allocated: units whose full storage has its size.
-        installed: units whose parameters are bound to the full storage.
+        installed: units whose parameters are bound to weights.
+        grads: where gradients are.
         fail_after: raise ``MemoryError`` at the allocation after this many; None never.
     """
 
     gather_stream = "gather stream"
     reduce_stream = "reduce stream"
 
-    def __init__(self, num_units: int, fail_after: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, fail_after: int | None = None) -> None:
+        self.spec = spec
         self.log: list[LogItem] = []
         self.allocated: set[UnitId] = set()
         self.installed: set[UnitId] = set()
         self.fail_after = fail_after
         self._current = "compute stream"
-        self._num_units = num_units
+        self._units = tuple(map(UnitId, range(len(spec.units))))
+        self.grads = RecordedGrads(self.issue, has_outer=spec.reduce.has_outer)
         self.write_shards()
 
     @property
@@ -61,6 +69,11 @@ class RecordingDevice:
     def collectives(self) -> RecordedCollectives:
         """The device's communicators."""
         return RecordedCollectives(self)
+
+    @property
+    def weights(self) -> RecordedWeights:
+        """The device's weights."""
+        return RecordedWeights(self)
 
     def current(self) -> str:
         """Return the stream that is issued to."""
@@ -82,84 +95,75 @@ class RecordingDevice:
         yield
         self.log.append(HookMark(name, False))
 
-    def issue(
-        self,
-        name: str,
-        reads: tuple[tuple[Resource, tuple[str, ...]], ...] = (),
-        writes: tuple[Resource, ...] = (),
-        stream: str | None = None,
-    ) -> int:
+    def issue(self, name: str, reads: Reads = (), writes: tuple[Resource, ...] = (), stream: str | None = None) -> int:
         """Append an operation on ``stream``, by default the current one; return its index."""
         self.log.append(Op(stream or self._current, name, reads, writes))
         return len(self.log) - 1
 
-    def launch(
-        self, communicator: str, name: str, reads: tuple[tuple[Resource, tuple[str, ...]], ...], writes: Resource
-    ) -> RecordedCompletion:
+    def launch(self, communicator: str, name: str, reads: Reads, writes: Resource) -> RecordedCompletion:
         """Issue a collective: it starts after what the current stream has been given, on a stream of its own."""
         self.log.append(Order(communicator, self._current))
         return RecordedCompletion(self, self.issue(name, reads, (writes,), communicator))
 
     def write_shards(self) -> None:
-        """Write the shards of all units on the current stream, as an optimizer does."""
-        self.issue("update", writes=tuple(("shard", unit) for unit in range(self._num_units)))
+        """Write the shards of all units on the current stream, as an optimizer does; copies are out of date then."""
+        self.issue("update", writes=tuple(("shard", unit) for unit in self._units))
+        copies = tuple(("refreshed", unit) for unit in self._units if self.spec.units[unit].refreshes)
+        self.issue("outdate", writes=copies)
 
     def compute(self, unit: UnitId) -> None:
         """Read the unit's weights on the current stream."""
         if unit not in self.installed:
             raise RecordingError(f"compute {unit}: its parameters are not installed")
-        self.issue(f"compute {unit}", ((("full", unit), (f"gather {unit}",)),))
+        in_place: Reads = ((("shard", unit), ("update",)),)
+        self.issue(f"compute {unit}", in_place if self.is_in_place(unit) else ((("full", unit), (f"gather {unit}",)),))
 
-    def write_grads(self, unit: UnitId) -> None:
-        """Write the unit's gradients on the current stream."""
-        self.issue(f"backward {unit}", writes=(("grad", unit),))
+    def is_in_place(self, unit: UnitId) -> bool:
+        """Return whether the state holds the unit's full weights."""
+        described = self.spec.units[unit]
+        return described.numel > 0 and not described.nbytes
 
-    def read_main_grads(self, units: tuple[UnitId, ...]) -> None:
-        """Read main gradients on the current stream, as an optimizer does; afterwards they are gone."""
-        for unit in units:
-            self.issue("read_grads", ((("main_grad", unit), (f"reduce {unit}", f"zero {unit}")),))
-            self.issue("taken", writes=(("main_grad", unit),))
+
+class RecordedWeights:
+    """The weights of a recording device."""
+
+    def __init__(self, device: RecordingDevice) -> None:
+        self._device = device
+        self.in_place = frozenset(UnitId(u) for u in range(len(device.spec.units)) if device.is_in_place(UnitId(u)))
 
     def allocate(self, unit: UnitId) -> None:
         """Give the unit's full storage its size."""
-        if self.fail_after is not None:
-            self.fail_after -= 1
-            if self.fail_after < 0:
+        device = self._device
+        if device.fail_after is not None:
+            device.fail_after -= 1
+            if device.fail_after < 0:
                 raise MemoryError(f"allocate {unit}")
-        if unit in self.allocated:
+        if unit in device.allocated:
             raise RecordingError(f"allocate {unit}: it is allocated")
-        self.allocated.add(unit)
-        self.issue(f"allocate {unit}", writes=(("full", unit),))
+        device.allocated.add(unit)
+        device.issue(f"allocate {unit}", writes=(("full", unit),))
 
     def free(self, unit: UnitId) -> None:
         """Take the unit's full storage to size 0."""
-        if unit in self.installed:
+        if unit in self._device.installed:
             raise RecordingError(f"free {unit}: its parameters are installed")
-        self.allocated.remove(unit)
-        self.issue(f"free {unit}", writes=(("full", unit),))
+        self._device.allocated.remove(unit)
+        self._device.issue(f"free {unit}", writes=(("full", unit),))
 
     def install(self, unit: UnitId) -> None:
         """Bind the parameters."""
-        if unit in self.installed:
+        if unit in self._device.installed:
             raise RecordingError(f"install {unit}: it is installed")
-        self.installed.add(unit)
+        self._device.installed.add(unit)
 
     def uninstall(self, unit: UnitId) -> None:
         """Unbind the parameters."""
-        self.installed.remove(unit)
-
-    def pack(self, unit: UnitId, slot: int, missing: tuple[int, ...]) -> None:
-        """Copy gradients to a staging slot."""
-        self.issue(f"pack {unit}", ((("grad", unit), (f"backward {unit}",)),), (("staging", slot),))
-
-    def zero_grads(self, unit: UnitId) -> None:
-        """Write zeros into the main gradient."""
-        self.issue(f"zero {unit}", writes=(("main_grad", unit),))
+        self._device.installed.remove(unit)
 
     def drop(self) -> None:
         """Free all."""
-        self.installed.clear()
-        for unit in sorted(self.allocated):
+        self._device.installed.clear()
+        for unit in sorted(self._device.allocated):
             self.free(unit)
 
 
@@ -192,14 +196,31 @@ class RecordedCollectives:
     def __init__(self, device: RecordingDevice) -> None:
         self._device = device
 
+    def refresh(self, unit: UnitId) -> RecordedCompletion:
+        """Read the state's shards, write the one that gathers read."""
+        reads: Reads = ((("shard", unit), ("update",)),)
+        return self._device.launch("outer gather communicator", f"refresh {unit}", reads, ("refreshed", unit))
+
     def gather(self, unit: UnitId, phase: Phase) -> RecordedCompletion:
         """Read the unit's shards, write its full storage."""
-        reads = ((("shard", unit), ("update",)), (("full", unit), (f"allocate {unit}",)))
+        shard: Reads = ((("shard", unit), ("update",)),)
+        if self._device.spec.units[unit].refreshes:
+            shard = ((("refreshed", unit), (f"refresh {unit}",)),)
+        reads = (*shard, (("full", unit), (f"allocate {unit}",)))
         return self._device.launch("gather communicator", f"gather {unit}", reads, ("full", unit))
 
     def reduce(self, unit: UnitId, slot: int, accumulate: bool) -> RecordedCompletion:
-        """Read a staging slot, write the unit's main gradient."""
-        reads: tuple[tuple[Resource, tuple[str, ...]], ...] = ((("staging", slot), (f"pack {unit}",)),)
-        if accumulate:
-            reads += ((("main_grad", unit), (f"reduce {unit}", f"zero {unit}")),)
-        return self._device.launch("reduce communicator", f"reduce {unit}", reads, ("main_grad", unit))
+        """Read a staging slot, write the unit's main gradient, or its partial one where an outer axis follows."""
+        device, grads = self._device, self._device.grads
+        reads: Reads = ((("staging", slot), (f"pack {unit}", f"pack sum {unit}")),)
+        device.launch("reduce communicator", f"reduce {unit}", reads, ("received", slot)).wait()
+        index = grads.deposit(unit, slot, accumulate)
+        return RecordedCompletion(device, index, lambda: grads.waited(slot))
+
+    def reduce_outer(self, unit: UnitId, accumulate: bool) -> RecordedCompletion:
+        """Read the unit's partial gradient, write its main gradient."""
+        device, grads = self._device, self._device.grads
+        partial = grads.take_partial(unit)
+        reads: Reads = ((partial, (f"deposit {unit}",)),)
+        device.launch("outer reduce communicator", f"reduce outer {unit}", reads, ("received outer", unit)).wait()
+        return RecordedCompletion(device, grads.deposit_outer(unit, accumulate))

@@ -6,26 +6,23 @@ Lines begin with the number of the invariant that is broken; ``invariants`` list
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import assert_never
+from dataclasses import dataclass
 
 from functional_fsdp.core.effects import (
     Effect,
     Install,
     OrderAfterUpdate,
-    PackGrads,
-    ReduceGrads,
+    RefreshShard,
     Report,
     Reset,
     Reshard,
     Uninstall,
     Unshard,
-    WaitReduce,
     WaitUnshard,
-    ZeroGrads,
 )
 from functional_fsdp.core.ids import UnitId
-from functional_fsdp.core.spec import NUM_STAGING_SLOTS, ModelSpec
+from functional_fsdp.core.spec import ModelSpec
+from functional_fsdp.testing.grad_table import GradTable
 
 
 @dataclass(slots=True)
@@ -43,27 +40,31 @@ class GatheredUnit:
     used: bool = False
 
 
-@dataclass(slots=True)
 class EffectTable:
     """What is gathered, packed and in flight after the effects so far.
 
     Attributes:
         spec: of the model.
+        grads: where gradients are.
         ordered: whether gathers are ordered after the optimizer's writes.
+        refreshed: units whose shard to gather from was written in this iteration.
         gathered: full storage by unit.
-        packed: the unit whose gradients a staging slot holds, by slot.
-        reducing: the unit whose reduction reads a staging slot, by slot.
-        main_grads: units with a main gradient.
+        once: units gathered in this iteration.
+        in_place: units whose parameters are bound to the state's own weights.
         peak_nbytes: most bytes of full storage at one time.
     """
 
-    spec: ModelSpec
-    ordered: bool = False
-    gathered: dict[UnitId, GatheredUnit] = field(default_factory=dict)
-    packed: dict[int, UnitId] = field(default_factory=dict)
-    reducing: dict[int, UnitId] = field(default_factory=dict)
-    main_grads: set[UnitId] = field(default_factory=set)
-    peak_nbytes: int = 0
+    __slots__ = ("gathered", "grads", "in_place", "once", "ordered", "peak_nbytes", "refreshed", "spec")
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.grads = GradTable(spec)
+        self.ordered = False
+        self.refreshed: set[UnitId] = set()
+        self.gathered: dict[UnitId, GatheredUnit] = {}
+        self.once: set[UnitId] = set()
+        self.in_place: set[UnitId] = set()
+        self.peak_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,21 +73,26 @@ class EffectTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is gathered, packed or in flight."""
-        return not (self.gathered or self.packed or self.reducing)
+        """Whether nothing is gathered, installed, packed or in flight."""
+        return not (self.gathered or self.in_place) and self.grads.is_empty
 
     def copy(self) -> EffectTable:
         """Return a table that goes on from here by itself."""
-        gathered = {unit: GatheredUnit(g.waited, g.installed, g.used) for unit, g in self.gathered.items()}
-        staged = dict(self.packed), dict(self.reducing), set(self.main_grads)
-        return EffectTable(self.spec, self.ordered, gathered, *staged, self.peak_nbytes)
+        other = EffectTable(self.spec)
+        other.grads, other.ordered, other.peak_nbytes = self.grads.copy(), self.ordered, self.peak_nbytes
+        other.refreshed, other.once, other.in_place = set(self.refreshed), set(self.once), set(self.in_place)
+        other.gathered = {unit: GatheredUnit(g.waited, g.installed, g.used) for unit, g in self.gathered.items()}
+        return other
 
     def apply(self, effect: Effect) -> Iterable[str]:
         """Apply one effect and yield a line for each thing that is wrong with it."""
         match effect:
             case OrderAfterUpdate():
                 self.ordered = True
-                self.main_grads.clear()
+                self.refreshed, self.once = set(), set()
+                self.grads.begin()
+            case RefreshShard(unit):
+                yield from self._refresh(unit)
             case Unshard(unit):
                 yield from self._unshard(unit)
             case WaitUnshard(unit):
@@ -104,28 +110,37 @@ class EffectTable:
                     yield f"T7: {effect}: its gather was not waited for"
                 elif freed.installed:
                     yield f"T2: {effect}: its parameters are installed"
-            case PackGrads(unit, slot) | ReduceGrads(unit, slot) | WaitReduce(unit, slot):
-                yield from self._stage(effect, unit, slot)
-            case ZeroGrads(unit):
-                if unit in self.main_grads:
-                    yield f"T7: {effect}: it has a main gradient"
-                self.main_grads.add(unit)
             case Report():
-                pass
+                self.grads.diverged = True
             case Reset():
-                self.gathered, self.packed, self.reducing, self.main_grads = {}, {}, {}, set()
-                self.ordered = False
+                self.grads, self.gathered, self.in_place = GradTable(self.spec), {}, set()
+                self.ordered, self.refreshed, self.once = False, set(), set()
             case _:
-                assert_never(effect)
+                yield from self.grads.apply(effect)
+
+    def _refresh(self, unit: UnitId) -> Iterable[str]:
+        if not self.ordered:
+            yield f"T1: refresh_shard {unit}: not ordered after the optimizer's writes"
+        if not self.spec.units[unit].refreshes or self._is_in_place(unit):
+            yield f"T1: refresh_shard {unit}: its gathers read the state's own shard"
+        if unit in self.refreshed:
+            yield f"T1: refresh_shard {unit}: written again in one iteration"
+        self.refreshed.add(unit)
 
     def _unshard(self, unit: UnitId) -> Iterable[str]:
+        described = self.spec.units[unit]
         if not self.ordered:
             yield f"T1: unshard {unit}: not ordered after the optimizer's writes"
+        if described.refreshes and unit not in self.refreshed:
+            yield f"T1: unshard {unit}: the shard that it reads was not written"
         if unit in self.gathered:
             yield f"T7: unshard {unit}: it is gathered already"
-        if not self.spec.units[unit].numel:
-            yield f"T7: unshard {unit}: it has no weights"
+        elif described.kept and unit in self.once:
+            yield f"T7: unshard {unit}: it is kept, and was gathered in this iteration"
+        if not described.nbytes:
+            yield f"T7: unshard {unit}: it has no weights to gather"
         self.gathered[unit] = GatheredUnit()
+        self.once.add(unit)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         budget = self.spec.policy.max_unsharded_nbytes
         if budget is not None and self.nbytes > budget:
@@ -133,7 +148,11 @@ class EffectTable:
 
     def _bind(self, effect: Install | Uninstall, unit: UnitId) -> Iterable[str]:
         gathered, installs = self.gathered.get(unit), isinstance(effect, Install)
-        if gathered is None or not gathered.waited:
+        if self._is_in_place(unit):
+            if (unit in self.in_place) is installs:
+                yield f"T1: {effect}: it is so already"
+            self.in_place ^= {unit}
+        elif gathered is None or not gathered.waited:
             yield f"T1: {effect}: its gather was not waited for"
         elif gathered.installed is installs:
             yield f"T1: {effect}: it is so already"
@@ -141,19 +160,6 @@ class EffectTable:
             gathered.installed = installs
             gathered.used = gathered.used or installs
 
-    def _stage(self, effect: PackGrads | ReduceGrads | WaitReduce, unit: UnitId, slot: int) -> Iterable[str]:
-        match effect:
-            case PackGrads():
-                if slot in self.packed or slot in self.reducing or slot not in range(NUM_STAGING_SLOTS):
-                    yield f"T7: {effect}: the slot is taken"
-                self.packed[slot] = unit
-            case ReduceGrads():
-                if self.packed.pop(slot, None) != unit:
-                    yield f"T7: {effect}: the slot holds other gradients"
-                if effect.accumulate is not (unit in self.main_grads):
-                    yield f"T7: {effect}: accumulates unlike its main gradient"
-                self.reducing[slot] = unit
-                self.main_grads.add(unit)
-            case WaitReduce():
-                if self.reducing.pop(slot, None) != unit:
-                    yield f"T7: {effect}: no such reduction is in flight"
+    def _is_in_place(self, unit: UnitId) -> bool:
+        described = self.spec.units[unit]
+        return described.numel > 0 and not described.nbytes
