@@ -26,6 +26,7 @@ from functional_fsdp.sharding.placement import (
 
 if TYPE_CHECKING:
     from functional_fsdp.runtime.cell import LogEntry
+    from functional_fsdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from functional_fsdp.runtime.log import GatherCounts, count_gathers
     from functional_fsdp.runtime.mesh import make_mesh
     from functional_fsdp.runtime.precision import Precision
@@ -45,9 +46,11 @@ _LAZY = {
     "TrainState": "runtime.state",
     "count_gathers": "runtime.log",
     "fully_shard": "runtime.shard",
+    "load_checkpoint": "runtime.checkpoint",
     "make_mesh": "runtime.mesh",
     "make_train_step": "runtime.train",
     "map_tensors": "trees",
+    "save_checkpoint": "runtime.checkpoint",
     "value_and_grad": "runtime.train",
 }
 
@@ -78,10 +81,12 @@ __all__ = [
     "fully_shard",
     "hfsdp",
     "hsdp",
+    "load_checkpoint",
     "make_mesh",
     "make_train_step",
     "map_tensors",
     "model_spec",
+    "save_checkpoint",
     "value_and_grad",
     "zero1",
     "zero2",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -167,6 +168,11 @@ class FullySharded:
         params, self._initial = self._initial, None
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, FsdpState(), layout=self.layout, loss_scale=loss_scale)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's flat shards live."""
+        return self._cell.buffers.device
 
     @property
     def is_running(self) -> bool:
