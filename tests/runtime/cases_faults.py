@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_fsdp import LogEntry, PrefetchPolicy, make_train_step, optim, value_and_grad
-from functional_fsdp.core.errors import FsdpError
+from functional_fsdp.core.errors import FsdpError, PeerFault
 from functional_fsdp.runtime import _torch
 from tests.runtime.models import PATHS, Batch, squared_error
 from tests.runtime.reference import check_bit_equal
@@ -222,7 +222,8 @@ def failing_call(rank: int, world_size: int, policy: PrefetchPolicy, name: str, 
     text = "not called"
     try:
         twins.train(2)
-    except Planted as error:
+    except (Planted, PeerFault) as error:
+        # Of two ranks that fail alike the slower may find the other's communicators closed first.
         text = str(error)
         twins.check_at_rest(text)
         twins.train(2)

@@ -57,7 +57,7 @@ def test_c13_interrupted_after_any_effect(worlds: Worlds, policy: PrefetchPolicy
 @pytest.mark.parametrize("name", ["all_gather_base", "all_to_all_base", "resize_storage"])
 def test_c13_a_launch_or_an_allocation_fails(worlds: Worlds, policy: PrefetchPolicy, name: str, nth: int) -> None:
     for text in worlds(2).run(cases.failing_call, policy, name, nth):
-        assert text == f"{name} call {nth}"
+        assert f"{name} call {nth}" in text, text
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by-hand", "step"])
