@@ -12,6 +12,7 @@ from functional_fsdp.core.ids import Boundary, Key, Phase, UnitId, Use
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
 from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
 from functional_fsdp.core.state import FsdpState, Transition
+from functional_fsdp.loss_scale import LossScale
 from functional_fsdp.sharding.placement import (
     AxisPlacement,
     Placement,
@@ -63,6 +64,7 @@ __all__ = [
     "Iteration",
     "Key",
     "LogEntry",
+    "LossScale",
     "Metrics",
     "ModelSpec",
     "Phase",
