@@ -50,6 +50,7 @@ def _describe(spec: ModelSpec, buffers: Buffers) -> list[str]:
         lines.append(f"unit {unit.name!r}")
         lines.extend(
             f"parameter {place.param.name!r} {place.param.shape} {place.param.dtype} trains={place.param.trains}"
+            + (f" group={place.param.group!r}" if place.param.group else "")
             for bucket in tensors.buckets
             for place in bucket.layout.ranges
         )
