@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
-
-from typing_extensions import assert_never
+from typing import Protocol, TypeVar, assert_never
 
 from functional_fsdp.core.effects import (
     AccumulateGrads,
@@ -268,6 +266,8 @@ class Interpreter:
                 completion.wait()
             except RuntimeError as failure:
                 failures.append(failure)
+        # A refresh may have been the last: what writes the state next comes after it.
+        self._streams.order(self._streams.current(), self._streams.gather)
         for stream in {*readers, self._streams.current()}:
             self._streams.order(self._streams.gather, stream)
         with self._streams.on(self._streams.gather):
