@@ -6,19 +6,24 @@ from typing import get_args
 
 import pytest
 
-from functional_fsdp.core.effects import Effect
+from functional_fsdp.core.effects import AccumulateGrads, Effect, PackSum, ReduceOuter, RefreshShard, WaitOuter
 from functional_fsdp.core.errors import FsdpError
 from functional_fsdp.core.ids import Phase, UnitId
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
-from functional_fsdp.core.spec import UnitSpec, model_spec
+from functional_fsdp.core.spec import ModelSpec, ReducePolicy
 from functional_fsdp.core.transitions import open_use
 from functional_fsdp.runtime.interpreter import Interpreter
 from functional_fsdp.testing.driver import Driver
 from functional_fsdp.testing.happens_before import check_happens_before
-from functional_fsdp.testing.recording import RecordingError
+from functional_fsdp.testing.recorded_grads import RecordingError
+
+from .device_specs import mixed, plain
 
 KINDS: tuple[type[Effect], ...] = get_args(Effect)
 UNITS = tuple(UnitId(unit) for unit in range(4))
+RECORDED = PrefetchPolicy(PrefetchOrder.RECORDED)
+PLAIN, MIXED = plain(RECORDED, 3), mixed(RECORDED, ReducePolicy(at_last=True, has_outer=True), 3)
+NOT_PLAIN = {RefreshShard, AccumulateGrads, PackSum, ReduceOuter, WaitOuter}
 
 
 def dropping(kind: type[Effect] | None) -> type[Interpreter]:
@@ -30,12 +35,8 @@ def dropping(kind: type[Effect] | None) -> type[Interpreter]:
     return Dropping
 
 
-def faults_of(interpreter: type[Interpreter]) -> list[str]:
+def faults_of(spec: ModelSpec, interpreter: type[Interpreter]) -> list[str]:
     """Run steps that need every kind of effect, and return all that is wrong with them."""
-    root = UnitSpec("root", None, 10, 40)
-    spec = model_spec(
-        [root, *(UnitSpec(f"layers.{i}", UnitId(0), 10, 40) for i in range(3))], PrefetchPolicy(PrefetchOrder.RECORDED)
-    )
     driver = Driver(spec, interpreter)
     try:
         driver.step(UNITS)
@@ -56,10 +57,15 @@ def faults_of(interpreter: type[Interpreter]) -> list[str]:
     return faults
 
 
-def test_the_whole_interpreter_has_no_fault() -> None:
-    assert faults_of(dropping(None)) == []
+@pytest.mark.parametrize("spec", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_the_whole_interpreter_has_no_fault(spec: ModelSpec) -> None:
+    assert faults_of(spec, dropping(None)) == []
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_dropping_one_kind_of_effect_is_caught(kind: type[Effect]) -> None:
-    assert faults_of(dropping(kind)) != []
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [pytest.param(PLAIN, kind, id=f"plain-{kind.__name__}") for kind in KINDS if kind not in NOT_PLAIN]
+    + [pytest.param(MIXED, kind, id=f"mixed-{kind.__name__}") for kind in KINDS],
+)
+def test_dropping_one_kind_of_effect_is_caught(spec: ModelSpec, kind: type[Effect]) -> None:
+    assert faults_of(spec, dropping(kind)) != []
