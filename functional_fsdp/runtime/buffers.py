@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from functional_fsdp.core.errors import PlaceholderError
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.runtime import _torch
+from functional_fsdp.runtime.placeholder import user_attributes
 from functional_fsdp.sharding.layout import BucketLayout, Piece
 from functional_fsdp.sharding.strategy import Strategy
 
@@ -126,7 +127,7 @@ def make_params(
         for place in layout.ranges:
             empty = alias if in_place else alias.narrow(0, place.start, place.param.numel).view(place.param.shape)
             param = nn.Parameter(empty.detach(), requires_grad=place.param.trains)
-            vars(param).update(vars(originals[place.index]))
+            vars(param).update(user_attributes(originals[place.index]))
             params[place.index] = param
         _torch.resize_storage(full, 0)
         fulls.append(full)

@@ -208,23 +208,36 @@ class Placeholder(nn.Parameter):
 _REQUIRES_GRAD: object = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def make_placeholder(name: str, like: nn.Parameter) -> nn.Parameter:
+_OWN_ATTRIBUTES = ("parameter_name", "_requires_grad", "_unswappable")
+
+
+def user_attributes(param: nn.Parameter) -> dict[str, object]:
+    """Return the attributes that a user set on a parameter, or on the placeholder that rests in its place."""
+    return {name: value for name, value in vars(param).items() if name not in _OWN_ATTRIBUTES}
+
+
+def make_placeholder(
+    name: str, like: nn.Parameter, *, device: torch.device | None = None, trains: bool | None = None
+) -> nn.Parameter:
     """Return a weightless parameter that looks like ``like``.
 
     Args:
         name: the parameter's name, for messages.
-        like: gives shape, strides, dtype, device, ``requires_grad`` and the attributes that a user set on it. It is
-            not kept.
+        like: gives shape, strides, dtype and the attributes that a user set on it; it may be a placeholder. It is not
+            kept.
+        device: where the weights are when they are there; None is that of ``like``.
+        trains: what ``requires_grad`` says; None is that of ``like``.
 
     Returns:
         A parameter to rest in the module.
     """
     # Autograd's engine is told that it does not require grad, whatever .requires_grad says: if one reaches the engine
     # as an input of backward(inputs=...), that is an error of the engine's, and not a pass that computes nothing.
-    made = make_wrapper_subclass(Placeholder, like, requires_grad=False)
+    made = make_wrapper_subclass(Placeholder, like, like.device if device is None else device, requires_grad=False)
     attributes = vars(made)
-    attributes.update(vars(like))
-    attributes.update(parameter_name=name, _requires_grad=like.requires_grad, _unswappable=weakref.ref(made))
+    attributes.update(user_attributes(like))
+    requires_grad = like.requires_grad if trains is None else trains
+    attributes.update(parameter_name=name, _requires_grad=requires_grad, _unswappable=weakref.ref(made))
     return made
 
 

@@ -73,11 +73,15 @@ def _unit_tensors(
         Bucket(layout, cut_pieces, main, precision.reduce_dtype(main), full)
         for layout, cut_pieces, main, full in zip(layouts, pieces, mains, fulls, strict=True)
     ]
+    placeholders = [
+        make_placeholder(spec.name, param, device=device, trains=spec.trains)
+        for spec, param in zip(unit.specs, unit.params, strict=True)
+    ]
     return UnitTensors(
         name=unit.name,
         buckets=tuple(buckets),
         params=params,
-        placeholders=tuple(make_placeholder(spec.name, p) for spec, p in zip(unit.specs, unit.params, strict=True)),
+        placeholders=tuple(placeholders),
         slots=unit.slots,
         trainable=tuple(index for index, spec in enumerate(unit.specs) if spec.trains),
         in_place=in_place,
