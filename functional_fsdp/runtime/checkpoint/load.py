@@ -151,13 +151,18 @@ class Loading:
 
     def _flat(self, reads: Reads, key: str, dtype: torch.dtype, found: Mapping[str, SavedTensor]) -> Tensor:
         """Return a flat shard into which this rank's part of each parameter will be read."""
-        layout = self._fsdp.layout
-        flat = torch.zeros(dict(layout.flat_numels)[key], dtype=dtype, device=self._fsdp.device)
+        layout, stop = self._fsdp.layout, 0
+        flat = torch.empty(dict(layout.flat_numels)[key], dtype=dtype, device=self._fsdp.device)
         for piece in layout.pieces:
-            start = piece.flat_start
-            for box in range_boxes(piece.param.shape, piece.start, piece.stop) if piece.key == key else ():
-                reads.add(found[piece.param.name], box, flat.narrow(0, start, box.numel))
-                start += box.numel
+            if piece.key != key:
+                continue
+            # What no piece fills is padding.
+            flat[stop : piece.flat_start].zero_()
+            stop = piece.flat_start
+            for box in range_boxes(piece.param.shape, piece.start, piece.stop):
+                reads.add(found[piece.param.name], box, flat.narrow(0, stop, box.numel))
+                stop += box.numel
+        flat[stop:].zero_()
         return flat
 
     def _read(self, reads: Reads) -> TrainState:

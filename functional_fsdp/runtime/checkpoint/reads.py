@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
 
 from functional_fsdp.core.errors import CheckpointError, unexpected
+from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.checkpoint.boxes import Box, fill, narrow_to, overlap
 from functional_fsdp.runtime.checkpoint.saved import Saved, SavedChunk, SavedTensor
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from functional_fsdp.runtime.checkpoint.tensor_file import FileSlice, elements_start
 
 _DAMAGED = "it is damaged: load another"
 
@@ -27,7 +24,7 @@ class Read:
     Attributes:
         name: of the tensor in the checkpoint.
         dtype: of the tensor.
-        chunk: that is read whole.
+        chunk: that holds the parts.
         parts: boxes of the tensor, with the views that they are copied to.
     """
 
@@ -95,52 +92,50 @@ class Reads:
             CheckpointError: something there is not what the metadata says.
         """
         for _, read in sorted(self._reads.items()):
-            values = self._load(read)
-            for part, target in read.parts:
-                target.copy_(narrow_to(values, read.chunk.box, part))
-
-    def _load(self, read: Read) -> Tensor:
-        file = self._saved.directory / read.chunk.file
-        where = f"{file}: {read.name!r} in bytes {read.chunk.start} to {read.end}"
-        expected = f"a tensor of {read.dtype} {[*read.chunk.box.sizes]}"
-        try:
-            with open(file, "rb") as stream:
-                # With weights_only it builds tensors and containers, whatever the file says.
-                part = cast("BinaryIO", _Slice(stream, read.chunk))
-                values: object = torch.load(part, map_location="cpu", weights_only=True)
-        except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            got = f"{type(error).__name__}: {first_line}"
-            raise CheckpointError(unexpected(where, expected, got, _DAMAGED)) from error
-        if type(values) is not Tensor or values.layout != torch.strided:
-            raise CheckpointError(unexpected(where, expected, f"a {type(values).__name__}", _DAMAGED))
-        if values.dtype != read.dtype or tuple(values.shape) != read.chunk.box.sizes:
-            raise CheckpointError(unexpected(where, expected, f"{values.dtype} {[*values.shape]}", _DAMAGED))
-        return values
+            file = self._saved.directory / read.chunk.file
+            where = f"{file}: {read.name!r} in bytes {read.chunk.start} to {read.end}"
+            expected = f"a tensor of {read.dtype} {[*read.chunk.box.sizes]}"
+            try:
+                with open(file, "rb", buffering=0) as stream:
+                    got = _read(FileSlice(stream, read.chunk), read)
+            except Exception as error:
+                first_line = str(error).partition("\n")[0]
+                got = f"{type(error).__name__}: {first_line}"
+                raise CheckpointError(unexpected(where, expected, got, _DAMAGED)) from error
+            if got is not None:
+                raise CheckpointError(unexpected(where, expected, got, _DAMAGED))
 
 
-class _Slice(io.RawIOBase):
-    """The bytes of a file that hold a chunk, as a file of their own."""
+def _read(file: FileSlice, read: Read) -> str | None:
+    """Read the parts of a chunk; return what is there instead of its tensor, None if it is there."""
+    start = elements_start(file, read.dtype, read.chunk.box.sizes)
+    parts = read.parts
+    if start is not None:
+        parts = [pair for pair in parts if not _read_in_place(file, start, read, *pair)]
+    if not parts:
+        return None
+    file.seek(0)
+    # With weights_only it builds tensors and containers, whatever the file says.
+    values: object = torch.load(cast("BinaryIO", file), map_location="cpu", weights_only=True)
+    if type(values) is not Tensor or values.layout != torch.strided:
+        return f"a {type(values).__name__}"
+    if values.dtype != read.dtype or tuple(values.shape) != read.chunk.box.sizes:
+        return f"{values.dtype} {[*values.shape]}"
+    for part, target in parts:
+        target.copy_(narrow_to(values, read.chunk.box, part))
+    return None
 
-    def __init__(self, stream: io.BufferedReader, chunk: SavedChunk) -> None:
-        self._stream, self._start, self._nbytes = stream, chunk.start, chunk.nbytes
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        self._stream.seek(self._start + self._position)
-        num_read = self._stream.readinto(memoryview(buffer)[: max(self._nbytes - self._position, 0)])
-        self._position += num_read
-        return num_read
+def _read_in_place(file: FileSlice, start: int, read: Read, part: Box, target: Tensor) -> bool:
+    """Read a part into its place, if it is one range of bytes here and there; return whether it was."""
+    source = narrow_to(torch.empty(read.chunk.box.sizes, dtype=read.dtype, device="meta"), read.chunk.box, part)
+    if not (source.is_contiguous() and target.is_contiguous() and target.is_cpu):
+        return False
+    file.seek(start + int(source.storage_offset()) * source.element_size())
+    left = _torch.writable_bytes(target)
+    while left:
+        num_read = file.readinto(left)
+        if num_read == 0:
+            raise EOFError(f"the file ends {len(left)} bytes too early")
+        left = left[num_read:]
+    return True
