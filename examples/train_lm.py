@@ -5,13 +5,18 @@ Two ranks on this machine (gloo on CPU, NCCL where every rank has a GPU; the lin
     torchrun --nproc-per-node 2 examples/train_lm.py
     torchrun --nproc-per-node 2 examples/train_lm.py --data corpus.txt --steps 2000 --order registration
     torchrun --nproc-per-node 2 examples/train_lm.py --steps 8 --dim 32 --layers 2 --trace trace.txt
+    torchrun --nproc-per-node 4 examples/train_lm.py --strategy hsdp --dtype bfloat16 --clip 1.0
+    torchrun --nproc-per-node 2 examples/train_lm.py --steps 250 --save checkpoint
+    torchrun --nproc-per-node 4 examples/train_lm.py --steps 500 --resume checkpoint --strategy zero2
 
 The text is by default the source of the running interpreter's own standard library; nothing is downloaded. A sixteenth
-of the files is held out and never trained on (of a single file, its last sixteenth). Only rank 0 draws the bar, prints
-the table and writes the trace.
+of it is held out and never trained on. Only rank 0 draws the bar, prints the table and writes the trace.
+
+`--steps` counts from the beginning, also with `--resume`: what a run with the same number of ranks, the same options
+and another end had saved goes on to the very bits of an unbroken run.
 
 Ctrl-C stops every rank after the step it is in: they agree in the reduction that also averages the loss, so no rank
-waits for one that has left. Each rank then exits with status 130, and torchrun reports the signal in its own words. A
+waits for one that has left. With `--save` the state is saved. Each rank then exits with status 130, and torchrun reports the signal in its own words. A
 second Ctrl-C ends at once.
 """
 
@@ -19,12 +24,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import sys
-import sysconfig
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,91 +41,52 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from functional_fsdp import (
+    FsdpError,
     FullySharded,
     GatherCounts,
     LogEntry,
     Metrics,
+    Precision,
     PrefetchOrder,
     PrefetchPolicy,
     TrainState,
     count_gathers,
+    ddp,
     fully_shard,
+    hfsdp,
+    hsdp,
+    load_checkpoint,
     make_mesh,
     make_train_step,
     optim,
+    save_checkpoint,
+    zero1,
+    zero2,
+    zero3,
 )
+
+try:
+    from examples.corpus import read_text, windows
+    from examples.gpt import GPT, Block, next_token_loss
+except ImportError:
+    # As a script: its own folder is on the path, not the one above.
+    from corpus import read_text, windows  # type: ignore[import-not-found,no-redef]
+    from gpt import GPT, Block, next_token_loss  # type: ignore[import-not-found,no-redef]
 
 VOCABULARY_SIZE = 256
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-HELD_OUT_FRACTION = 16
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+STRATEGIES = {"ddp": ddp(), "zero1": zero1(), "zero2": zero2(), "zero3": zero3(), "hsdp": hsdp(), "hfsdp": hfsdp()}
 LossFn = Callable[[Tensor], Tensor]
 Step = Callable[[TrainState, Tensor | Sequence[Tensor]], tuple[TrainState, Metrics]]
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block: the unit that is gathered and freed."""
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.attention_norm = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.attention_out = nn.Linear(dim, dim, bias=False)
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.mlp_in = nn.Linear(dim, 4 * dim, bias=False)
-        self.mlp_out = nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[batch, sequence, dim]` to the same shape."""
-        batch, sequence, dim = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.num_heads, dim // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, sequence, dim))
-        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """A decoder over bytes with learned positions."""
-
-    def __init__(self, dim: int, num_layers: int, num_heads: int, sequence: int) -> None:
-        super().__init__()
-        self.byte_embedding = nn.Embedding(VOCABULARY_SIZE, dim)
-        self.position_embedding = nn.Embedding(sequence, dim)
-        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCABULARY_SIZE, bias=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map bytes `[batch, sequence]` to logits `[batch, sequence, 256]`."""
-        x = self.byte_embedding(inputs) + self.position_embedding.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The bytes to train on and the bytes held out, each uint8 `[num_bytes]`."""
-
-    train: Tensor
-    held_out: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What `train` did; tokens are those of all ranks."""
+    """What `train` did in this run; tokens are those of all ranks."""
 
     num_steps: int
     num_tokens: int
@@ -180,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options; their defaults are the run that the README describes."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, sharded over all ranks of torchrun.")
     parser.add_argument("--data", type=Path, help="a text file or a folder; default: the standard library's source")
-    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--steps", type=positive, default=500, help="in all, those before --resume included")
     parser.add_argument("--batch", type=positive, default=12, help="sequences per rank and microbatch")
     parser.add_argument("--accumulate", type=positive, default=1, help="microbatches per step, each reduced")
     parser.add_argument("--sequence", type=positive, default=64, help="bytes per sequence")
@@ -188,7 +153,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--heads", type=positive, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, metavar="NORM", help="scale gradients down to this global norm")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="save a checkpoint at the end")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from a checkpoint")
     parser.add_argument("--order", choices=[order.name.lower() for order in PrefetchOrder], default="recorded")
     parser.add_argument("--forward-numel", type=int, help="elements to prefetch in forward; default one unit, 0 none")
     parser.add_argument("--backward-numel", type=int, help="elements to prefetch in backward; default one unit, 0 none")
@@ -233,53 +203,16 @@ def start_process_group() -> torch.device:
     return torch.device("cpu")
 
 
-def is_ours(file: Path, is_library: bool) -> bool:
-    """Return whether to read a file: no hidden one, and of the library neither tests nor what was installed."""
-    return not any(part.startswith(".") or (is_library and part in NOT_LIBRARY) for part in file.parts)
-
-
-def text_files(path: Path | None) -> list[Path]:
-    """List the files to read, in an order that the same files have on every rank."""
-    root = path or Path(sysconfig.get_path("stdlib"))
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        sys.exit(f"--data {root}: expected a file or a folder, got neither; check the path")
-    files = (file.relative_to(root) for file in root.rglob("*" if path else "*.py"))
-    ours = (file for file in files if is_ours(file, path is None) and (root / file).is_file())
-    # By checksum of the name: a folder's files are alike, so what is held out should come from all of them.
-    return [root / file for file in sorted(ours, key=lambda file: (zlib.crc32(file.as_posix().encode()), file))]
-
-
-def read_text(path: Path | None, sequence: int) -> Text:
-    """Read the text and split it by file."""
-    contents = [file.read_bytes() for file in text_files(path)]
-    if len(contents) == 1:
-        cut = len(contents[0]) - len(contents[0]) // HELD_OUT_FRACTION
-        train, held_out = contents[0][:cut], contents[0][cut:]
-    else:
-        cut = max(1, len(contents) // HELD_OUT_FRACTION)
-        held_out, train = b"".join(contents[:cut]), b"".join(contents[cut:])
-    for name, part in (("train on", train), ("hold out", held_out)):
-        if len(part) <= sequence:
-            need = f"expected more than {sequence} bytes to {name}, got {len(part)}"
-            sys.exit(f"--data {path}: {need}; give more text or a smaller --sequence")
-    return Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)))
-
-
-def windows(text: Tensor, starts: Tensor, sequence: int, device: torch.device) -> Tensor:
-    """Cut int64 `[num_starts, sequence + 1]` from the text: the inputs, and shifted by one the targets."""
-    positions = starts[:, None] + torch.arange(sequence + 1)
-    return text[positions].long().to(device)
-
-
-def make_batches(text: Tensor, arguments: argparse.Namespace, device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield for each step its microbatches, drawn by a generator of this rank's own."""
-    generator = torch.Generator().manual_seed(arguments.seed * dist.get_world_size() + dist.get_rank())
+def make_batches(
+    text: Tensor, arguments: argparse.Namespace, first: int, device: torch.device
+) -> Iterator[list[Tensor]]:
+    """Yield the microbatches of each step from `first` on, which seed, step and rank alone decide."""
     limit = len(text) - arguments.sequence
-    while True:
+    for step in itertools.count(first):
+        seed = (arguments.seed * 1_000_000_007 + step) * dist.get_world_size() + dist.get_rank()
+        generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(limit, (arguments.accumulate, arguments.batch), generator=generator)
-        yield [windows(text, microbatch, arguments.sequence, device) for microbatch in starts]
+        yield list(windows(text, starts, arguments.sequence, device))
 
 
 def mean_over_ranks(device: torch.device, *numbers: Tensor | float) -> list[float]:
@@ -320,8 +253,8 @@ def train(
     """Take the steps, or as many as come before a Ctrl-C on any rank; return the state after the last one."""
     tokens_per_step = dist.get_world_size() * arguments.accumulate * arguments.batch * arguments.sequence
     num_steps, stop, start_s = 0, 0.0, time.perf_counter()
-    with tqdm(total=arguments.steps, unit="step", disable=dist.get_rank() != 0) as bar:
-        while num_steps < arguments.steps and not stop:
+    with tqdm(total=arguments.steps, initial=state.step, unit="step", disable=dist.get_rank() != 0) as bar:
+        while state.step < arguments.steps and not stop:
             microbatches = next(batches)
             state, metrics = step(state, microbatches if arguments.accumulate > 1 else microbatches[0])
             log.tally()
@@ -352,6 +285,39 @@ def print_table(progress: Progress, log: EffectLog, before: float, after: float 
         print(f"{name:<22}{value:>20}")
 
 
+def make_program(arguments: argparse.Namespace, model: GPT) -> FullySharded:
+    """Shard the model as the options say; over two axes the outer one has two ranks, where there are four."""
+    placements, num_ranks = STRATEGIES[arguments.strategy], dist.get_world_size()
+    outer = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
+    compute = torch.bfloat16 if arguments.dtype == "bfloat16" else None
+    return fully_shard(
+        model,
+        make_mesh((num_ranks,) if len(placements) == 1 else (outer, num_ranks // outer)),
+        units=(Block,),
+        placements=placements,
+        prefetch=make_policy(arguments),
+        precision=Precision(compute),
+        # The loss is taken in float32.
+        unit_precision={GPT: Precision(compute, output=torch.float32)},
+    )
+
+
+def start_or_resume(
+    arguments: argparse.Namespace, model: GPT, optimizer: optim.Optimizer
+) -> tuple[FullySharded, TrainState]:
+    """Return the program and its first state; what does not fit ends the run with its error's text alone."""
+    try:
+        fsdp = make_program(arguments, model)
+        if arguments.resume is None:
+            return fsdp, fsdp.init(optimizer)
+        state = load_checkpoint(fsdp, arguments.resume, optimizer)
+    except (ValueError, FsdpError) as error:
+        sys.exit(f"{sys.argv[0]}: {error}")
+    if state.step >= arguments.steps:
+        sys.exit(f"--steps {arguments.steps}: expected more than the {state.step} of --resume {arguments.resume}")
+    return fsdp, state
+
+
 def main() -> int:
     """Train, print the table on rank 0, and return the exit status."""
     arguments = parse_arguments()
@@ -359,18 +325,17 @@ def main() -> int:
     interrupt = Interrupt()
     text = read_text(arguments.data, arguments.sequence)
     torch.manual_seed(arguments.seed)
-    model = GPT(arguments.dim, arguments.layers, arguments.heads, arguments.sequence).to(device)
+    model = GPT(VOCABULARY_SIZE, arguments.sequence, arguments.dim, arguments.layers, arguments.heads).to(device)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+    optimizer = optim.from_torch(torch.optim.AdamW, lr=arguments.lr)
+    fsdp, state = start_or_resume(arguments, model, optimizer)
 
     def loss_fn(batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        return next_token_loss(model, batch)
 
-    optimizer = optim.from_torch(torch.optim.AdamW, lr=arguments.lr)
-    try:
-        fsdp = fully_shard(model, make_mesh((dist.get_world_size(),)), units=(Block,), prefetch=make_policy(arguments))
-    except ValueError as error:
-        sys.exit(f"{sys.argv[0]}: {error}")
-    state = fsdp.init(optimizer)
-    step = make_train_step(fsdp, loss_fn, optimizer, key="train", accumulate=arguments.accumulate)
+    step = make_train_step(fsdp, loss_fn, optimizer, accumulate=arguments.accumulate, clip_norm=arguments.clip)
     held_out = held_out_batches(text.held_out, arguments, device)
     with contextlib.ExitStack() as stack:
         wants_trace = arguments.trace is not None and dist.get_rank() == 0
@@ -378,9 +343,11 @@ def main() -> int:
         stack.enter_context(fsdp.observe(log))
         before = evaluate(fsdp, state, loss_fn, held_out, device)
         log.forget()
-        batches = make_batches(text.train, arguments, device)
+        batches = make_batches(text.train, arguments, state.step, device)
         state, progress = train(step, state, batches, arguments, interrupt, log, device)
         after = None if progress.interrupted else evaluate(fsdp, state, loss_fn, held_out, device)
+    if arguments.save is not None:
+        save_checkpoint(state, arguments.save)
     if dist.get_rank() == 0:
         print_table(progress, log, before, after)
     # torchrun ends the other ranks once one has left with a status; the table comes first.

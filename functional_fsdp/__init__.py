@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from functional_fsdp.core.errors import FsdpError
 from functional_fsdp.core.ids import Boundary, Key, Phase, UnitId, Use
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
 from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
@@ -58,6 +59,7 @@ _LAZY = {
 __all__ = [
     "AxisPlacement",
     "Boundary",
+    "FsdpError",
     "FsdpState",
     "FullySharded",
     "GatherCounts",
