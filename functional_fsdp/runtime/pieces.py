@@ -58,13 +58,15 @@ class ShardLayout:
 
 def tied_names(found: Sequence[UnitModule]) -> tuple[tuple[str, str], ...]:
     """Return each name under which a module knows a parameter beside the parameter's own, and that one."""
-    names = {param: spec.name for unit in found for param, spec in zip(unit.params, unit.specs, strict=True)}
-    return tuple(
-        (name, names[param])
-        for prefix, root in _roots(found)
-        for name, param in root.module.named_parameters(prefix, remove_duplicate=False)
-        if name != names[param]
-    )
+    bound = {(slot.module, slot.name): unit.specs[slot.param].name for unit in found for slot in unit.slots}
+    tied = []
+    for prefix, root in _roots(found):
+        for path, module in root.module.named_modules(prefix=prefix, remove_duplicate=False):
+            for attribute in module._parameters:
+                name, own = f"{path}.{attribute}".removeprefix("."), bound.get((module, attribute))
+                if own is not None and own != name:
+                    tied.append((name, own))
+    return tuple(tied)
 
 
 def buffer_names(found: Sequence[UnitModule]) -> tuple[str, ...]:
