@@ -105,15 +105,15 @@ def make_room(draft: Draft, unit: UnitId) -> None:
     registration order), and promises are withdrawn from the furthest on.
     """
     spec, budget = draft.spec, draft.spec.policy.max_unsharded_nbytes
-    open_units = [u for u in draft.live if u.is_open]
-    needed = draft.nbytes(open_units) + spec.units[unit].nbytes
+    held = [u for u in draft.live if u.is_open or spec.kept >> u.unit & 1]
+    needed = draft.nbytes(held) + spec.units[unit].nbytes
     if budget is not None and needed > budget:
         where, expected = f"open_use({spec.name(unit)})", f"the open units to fit max_unsharded_nbytes={budget}"
-        got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in open_units)} open"
+        got = f"{needed} bytes with {', '.join(spec.name(u.unit) for u in held)} open"
         raise ByteBudgetError(unexpected(where, expected, got, f"raise the budget to at least {needed}"))
     while not evict(draft, unit):
-        held = (u.unit for u in draft.live if not u.is_open and is_promised(draft, u.unit))
-        furthest = max(held, key=lambda u: _distance(draft, u))
+        promised = (u.unit for u in draft.live if u not in held and is_promised(draft, u.unit))
+        furthest = max(promised, key=lambda u: _distance(draft, u))
         draft.walks = tuple(
             walk.prefetched_to(min(walk.prefetch_cursor, walk.next_position(furthest))) for walk in draft.walks
         )

@@ -66,8 +66,8 @@ class IterationOrder(Generic[T]):
 class CommittedOrder(ExecutionOrder[Item]):
     """An order to replay, with what lookahead asks of it; made by ``commit_order``.
 
-    ``min_units`` is the largest number of units with weights open together, ``min_nbytes`` the smallest byte budget
-    that holds any such set. ``positions`` has each unit's uses ascending, ``numel_before`` the elements of all uses
+    ``min_units`` is the largest number of units with weights open or kept together, ``min_nbytes`` the smallest byte
+    budget that holds any such set. ``positions`` has each unit's uses ascending, ``numel_before`` the elements of all uses
     before each position and before the end.
     """
 

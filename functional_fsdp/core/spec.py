@@ -99,13 +99,11 @@ def model_spec(
         raise ValueError(unexpected("model_spec", "at least one unit", "none", "pass a root module"))
     for index, unit in enumerate(units):
         _check_unit(f"model_spec: unit {index} {unit.name!r}", index, unit, policy.max_unsharded_nbytes)
-    kept_nbytes, budget = sum(unit.nbytes for unit in units if unit.kept), policy.max_unsharded_nbytes
-    if budget is not None and kept_nbytes > budget:
-        expected, instead = (
-            f"at most max_unsharded_nbytes={budget} of kept units",
-            "raise the budget or shard parameters",
-        )
-        raise ValueError(unexpected("model_spec", expected, f"{kept_nbytes} bytes", instead))
+    needed, budget = sum(u.nbytes for u in units if u.kept), policy.max_unsharded_nbytes
+    needed += max((u.nbytes for u in units if not u.kept), default=0)
+    if budget is not None and needed > budget:
+        expected = f"max_unsharded_nbytes={budget} to hold the kept units, and any other with them"
+        raise ValueError(unexpected("model_spec", expected, f"{needed} bytes", "raise the budget or shard parameters"))
     ids = tuple(map(UnitId, range(len(units))))
     numels = tuple(unit.numel if unit.nbytes else 0 for unit in units)
     forward, backward, recompute = (tuple(Use(unit, phase) for unit in ids) for phase in Phase)

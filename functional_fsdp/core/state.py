@@ -95,7 +95,7 @@ class Running:
 
     ``walks`` are what lookahead follows: a replay's is strict, so that each item must be the next; REGISTRATION has two
     that are not, forward and backward; recording or on demand there is none. ``recording`` is what happened so far,
-    None if that is not recorded, ``peak_open`` the most units with weights open together, and the most bytes.
+    None if that is not recorded, ``peak_open`` the most units with weights open or kept together, and the most bytes.
     ``num_divergences`` counts iterations in a row that left the order, ``depth`` those entered and not left, which
     joined the first. ``refreshed`` are the units, as bits, whose shard to gather from was written. When the order is
     ``closed``, ``outcome`` is what the key will store, None if nothing new.

@@ -55,8 +55,8 @@ def open_use(
     if not num_open and not evaluating:
         look_ahead(draft, phase)
         if draft.recording is not None:
-            opened = [u for u in draft.live if u.is_open and spec.numels[u.unit]]
-            draft.peak_open = max(draft.peak_open[0], len(opened)), max(draft.peak_open[1], draft.nbytes(opened))
+            held = [u for u in draft.live if (u.is_open or spec.kept >> u.unit & 1) and spec.numels[u.unit]]
+            draft.peak_open = max(draft.peak_open[0], len(held)), max(draft.peak_open[1], draft.nbytes(held))
     if phase is Phase.BACKWARD:
         _check_takes_grads(draft, "open_use", unit)
         start_backward(draft, unit, num_open)

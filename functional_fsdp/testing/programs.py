@@ -1,14 +1,14 @@
 """Programs of hooks: playing them through the transitions, and making random ones.
 
-A random program is what a training loop could do: trees of units, shared units, several microbatches before or after
-each other's backward, outputs that are dropped, recompute, evaluation, boundaries, schedules that change, aborts, and
-any policy. The same seed gives the same program, so a failure is named by its seed.
+A random program is what a training loop could do: trees of units of any kind, shared units, several microbatches before
+or after each other's backward, outputs that are dropped, recompute, evaluation, boundaries, schedules that change,
+aborts, and any policies. The same seed gives the same program, so a failure is named by its seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from functional_fsdp.core.gradients import outstanding_grads
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
 from functional_fsdp.core.render import Step, render_trace
-from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
+from functional_fsdp.core.spec import ModelSpec, ReducePolicy, UnitSpec, model_spec
 from functional_fsdp.core.state import FsdpState, Running, Transition
 from functional_fsdp.testing.invariants import TraceChecker
 
@@ -190,21 +190,43 @@ def _backward(node: Node, still_open: list[transitions.StillOpen]) -> Iterator[C
 
 
 def random_spec(rng: Random, max_units: int = 7) -> ModelSpec:
-    """Return a tree of units, some without weights and some frozen, and a policy whose byte budget fits one of them."""
+    """Return a tree of units of any kind, and policies whose byte budget fits what is kept and one more unit.
+
+    Some have no weights and some are frozen. In half of the models all are sharded and reduced after each backward; in
+    the others units are kept, in place or refreshed, all alike or mixed, and reduced at last, or over an outer axis.
+    """
     units: list[UnitSpec] = []
     for index in range(rng.randint(1, max_units)):
         numel = rng.choice((0, 4, 4, 8, 12))
         parent = None if not index or rng.random() < 0.15 else UnitId(rng.randrange(index))
         units.append(UnitSpec(f"u{index}", parent, numel, 4 * numel, numel > 0 and rng.random() < 0.8))
-    largest, total = max(unit.nbytes for unit in units), sum(unit.nbytes for unit in units)
+    reduce = ReducePolicy()
+    if rng.random() < 0.5:
+        units = _of_some_kind(rng, units)
+        reduce = ReducePolicy(at_last=rng.random() < 0.5, has_outer=rng.random() < 0.5)
+    kept = sum(unit.nbytes for unit in units if unit.kept)
+    fitting = kept + max((unit.nbytes for unit in units if not unit.kept), default=0)
+    total = sum(unit.nbytes for unit in units)
     policy = PrefetchPolicy(
         order=rng.choice(tuple(PrefetchOrder)),
         forward_numel=rng.choice((None, None, 0, 1, 10, 1000)),
         backward_numel=rng.choice((None, None, 0, 1, 10, 1000)),
-        max_unsharded_nbytes=rng.choice((None, None, largest, 2 * largest, total)),
+        max_unsharded_nbytes=rng.choice((None, None, fitting, kept + 2 * (fitting - kept), total)),
         on_divergence=rng.choice(("continue", "continue", "raise")),
     )
-    return model_spec(units, policy)
+    return model_spec(units, policy, reduce)
+
+
+def _of_some_kind(rng: Random, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """Return the units with kinds (kept, in place, refreshed): one for all, as a strategy would, or one each."""
+    kinds = [(kept, in_place, refreshes) for kept in (0, 1) for in_place in (0, 1) for refreshes in (0, 1)]
+    allowed = [rng.choice(kinds)] if rng.random() < 0.5 else kinds
+    changed = []
+    for unit in units:
+        kept, in_place, refreshes = rng.choice(allowed)
+        nbytes = 0 if in_place else unit.nbytes
+        changed.append(replace(unit, nbytes=nbytes, kept=kept > 0, refreshes=refreshes > 0))
+    return changed
 
 
 def random_node(rng: Random, spec: ModelSpec, unit: UnitId) -> Node:

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from functional_fsdp.core.effects import PackGrads, ReduceGrads, Unshard
+from functional_fsdp.core.effects import (
+    AccumulateGrads,
+    Effect,
+    PackGrads,
+    PackSum,
+    ReduceGrads,
+    ReduceOuter,
+    RefreshShard,
+    Unshard,
+)
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.core.policy import PrefetchOrder
 from functional_fsdp.core.spec import ModelSpec, model_spec
@@ -35,6 +44,8 @@ from functional_fsdp.testing.programs import (
 )
 
 Calls = tuple[Call, ...]
+LAUNCHED = (RefreshShard, Unshard, AccumulateGrads, PackGrads, PackSum, ReduceGrads, ReduceOuter)
+"""Collectives, and what decides of their contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,8 @@ def random_world(seed: int) -> World:
     spec = random_spec(rng)
     traits = Traits(spec.policy.order is PrefetchOrder.RECORDED, drops=rng.random() < 0.3)
     if not traits.drops and rng.random() < 0.4:
-        spec = model_spec([replace(unit, delayed_grads=rng.random() < 0.3) for unit in spec.units], spec.policy)
+        units = [replace(unit, delayed_grads=rng.random() < 0.3) for unit in spec.units]
+        spec = model_spec(units, spec.policy, spec.reduce)
     num_ranks = rng.randint(2, 4)
     schedules = {key: random_schedule(rng, spec, traits) for key in ("train", ("train", 2))}
     iterations, pickled = [], []
@@ -188,11 +200,16 @@ def _compare(players: Sequence[Player], begins: Sequence[int], *ranks: int) -> N
         if _schedule(calls[0]) != _schedule(calls[1]):
             return
         steps = [players[rank].steps[begins[rank] + index] for rank in ranks]
-        launched = [[e for e in step.effects if isinstance(e, (Unshard, PackGrads, ReduceGrads))] for step in steps]
-        lines = [[str(replace(e, missing=()) if isinstance(e, PackGrads) else e) for e in each] for each in launched]
+        launched = [[effect for effect in step.effects if isinstance(effect, LAUNCHED)] for step in steps]
+        lines = [[_line(effect) for effect in each] for each in launched]
         if lines[0] != lines[1] or states[0][index + 1] != states[1][index + 1]:
             text = f"I5: at {calls[0]} rank {ranks[0]} launches {lines[0]}, rank {ranks[1]} launches {lines[1]}"
             raise BrokenInvariant(f"{text}; states equal: {states[0][index + 1] == states[1][index + 1]}")
+
+
+def _line(effect: Effect) -> str:
+    """Return the effect's line without what may differ between ranks."""
+    return str(replace(effect, missing=()) if isinstance(effect, (AccumulateGrads, PackGrads)) else effect)
 
 
 def _schedule(played: Call) -> Call:

@@ -46,7 +46,7 @@ def test_c13_reset_after_any_prefix_leaves_nothing(name: str) -> None:
         assert [line for effect in effects[:cut] for line in table.apply(effect)] == []
         for _ in range(2):
             assert list(table.apply(Reset())) == []
-            assert table.is_empty and not table.main_grads and not table.ordered
+            assert table.is_empty and not table.grads.main_grads and not table.refreshed and not table.ordered
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

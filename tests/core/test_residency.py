@@ -96,7 +96,7 @@ def test_random_programs_gather_no_more_than_one_ahead(seed: int) -> None:
     for numel in (None, 10, LARGE):
         total = sum(unit.nbytes for unit in program.spec.units)
         policy = PrefetchPolicy(PrefetchOrder.RECORDED, numel, numel, total)
-        player = Player(model_spec(program.spec.units, policy))
+        player = Player(model_spec(program.spec.units, policy, program.spec.reduce))
         for _ in range(3):
             begin = len(player.steps)
             assert player.play_iteration(calls)
