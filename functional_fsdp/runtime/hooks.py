@@ -121,38 +121,37 @@ class GraphTasks:
 
 
 class UnitHooks:
-    """The hooks of one unit.
+    """The hooks of one unit, registered once; they do nothing good before ``serve``.
 
     Args:
         unit: its id.
-        tensors: its tensors.
+        name: its module path.
         module: where the hooks are registered.
         precision: to which inputs and outputs are cast.
-        cell: runs the transitions; held weakly.
         tasks: the running backward passes, shared by all units.
     """
 
-    def __init__(
-        self,
-        unit: UnitId,
-        tensors: UnitTensors,
-        module: nn.Module,
-        precision: Precision,
-        cell: Cell,
-        tasks: GraphTasks,
-    ) -> None:
+    def __init__(self, unit: UnitId, name: str, module: nn.Module, precision: Precision, tasks: GraphTasks) -> None:
         self.unit = unit
-        self.name = tensors.name
-        self._cell = weakref.ref(cell)
+        self.name = name
+        self._cell: Callable[[], Cell | None] = _no_cell
         self._tasks = tasks
         self._calls: list[Call] = []
         self._first_parameter = next((name for name, _ in module.named_parameters()), "none")
-        self._trains = any(param.requires_grad for param in tensors.params)
+        self._trains = False
         self._input_dtype = precision.compute if precision.cast_inputs else None
         self._output_dtype = precision.output
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         # always_call: checkpointing with early stop leaves a forward by an exception, and the use must close.
         module.register_forward_hook(self._post_forward, always_call=True)
+
+    def serve(self, cell: Cell, tensors: UnitTensors) -> None:
+        """Run the transitions in ``cell``, held weakly, from now on.
+
+        The hooks keep their place among the user's own, which hooks that are registered anew would not.
+        """
+        self._cell = weakref.ref(cell)
+        self._trains = any(param.requires_grad for param in tensors.params)
 
     def __reduce__(self) -> NoReturn:
         raise PlaceholderError(
@@ -289,11 +288,15 @@ class UnitHooks:
         cell.run(post_backward, self.unit, missing=cell.grads.missing(self.unit))
 
 
+def _no_cell() -> Cell | None:
+    return None
+
+
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _end_backward(cell_ref: weakref.ref[Cell], tasks: GraphTasks, task: int) -> None:
+def _end_backward(cell_ref: Callable[[], Cell | None], tasks: GraphTasks, task: int) -> None:
     calls = tasks.leave(task)
     cell = cell_ref()
     if cell is not None and cell.is_running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
@@ -17,27 +18,46 @@ from functional_fsdp.sharding.layout import BucketLayout, Piece, cut, lay_out
 from functional_fsdp.sharding.strategy import Strategy
 
 
-def plan_units(found: Sequence[UnitModule], strategy: Strategy, device: torch.device) -> Buffers:
-    """Return the tensors of all units, with nothing behind their full storage yet."""
-    layouts = lay_out([unit.specs for unit in found], strategy.num_shards)
-    pieces = cut(layouts, strategy.shard)
-    tensors = [_unit_tensors(*laid, strategy, device) for laid in zip(found, layouts, pieces, strict=True)]
-    return Buffers(tensors, strategy, device)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is decided before any weight is touched.
+
+    Attributes:
+        found: the units.
+        buffers: their tensors, with nothing behind their full storage yet.
+        spec: what the core knows of the model.
+        layout: what this rank holds of which parameter.
+    """
+
+    found: tuple[UnitModule, ...]
+    buffers: Buffers
+    spec: ModelSpec
+    layout: ShardLayout
 
 
-def plan_spec(
-    found: Sequence[UnitModule], buffers: Buffers, prefetch: PrefetchPolicy, *, reduce_at_last: bool
-) -> ModelSpec:
-    """Return what the core knows of the model.
+def make_plan(
+    found: Sequence[UnitModule],
+    strategy: Strategy,
+    device: torch.device,
+    prefetch: PrefetchPolicy,
+    *,
+    reduce_at_last: bool,
+) -> Plan:
+    """Lay the units out; nothing of the modules is changed.
 
     Raises:
         ValueError: a unit does not fit the byte budget.
     """
-    units = [_unit_spec(*pair, buffers.strategy) for pair in zip(found, buffers.units, strict=True)]
-    return model_spec(units, prefetch, ReducePolicy(reduce_at_last, buffers.strategy.outer is not None))
+    layouts = lay_out([unit.specs for unit in found], strategy.num_shards)
+    pieces = cut(layouts, strategy.shard)
+    tensors = [_unit_tensors(*laid, strategy, device) for laid in zip(found, layouts, pieces, strict=True)]
+    units = [_unit_spec(*pair, strategy) for pair in zip(found, tensors, strict=True)]
+    spec = model_spec(units, prefetch, ReducePolicy(reduce_at_last, strategy.outer is not None))
+    buffers = Buffers(tensors, strategy, device)
+    return Plan(tuple(found), buffers, spec, _shard_layout(found, buffers))
 
 
-def shard_layout(found: Sequence[UnitModule], buffers: Buffers) -> ShardLayout:
+def _shard_layout(found: Sequence[UnitModule], buffers: Buffers) -> ShardLayout:
     """Return what this rank holds of which parameter, and a digest that names the model."""
     pieces = (
         piece

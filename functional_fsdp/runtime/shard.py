@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from functional_fsdp.core.errors import FsdpError, IterationError
+from functional_fsdp.core.errors import FsdpError, IterationError, unexpected
 from functional_fsdp.core.ids import Key, UnitId
 from functional_fsdp.core.policy import PrefetchPolicy
 from functional_fsdp.core.spec import ModelSpec
@@ -19,7 +21,7 @@ from functional_fsdp.core.state import FsdpState
 from functional_fsdp.loss_scale import LossScale
 from functional_fsdp.optim import Optimizer, Schedule
 from functional_fsdp.runtime import _torch
-from functional_fsdp.runtime.buffers import Bucket, Buffers
+from functional_fsdp.runtime.buffers import Bucket
 from functional_fsdp.runtime.cell import Cell, LogEntry
 from functional_fsdp.runtime.collectives import make_collectives
 from functional_fsdp.runtime.groups import ParamGroups, assign_groups
@@ -30,20 +32,20 @@ from functional_fsdp.runtime.mesh import check_mesh, check_process_group, make_m
 from functional_fsdp.runtime.norms import check_max_norm, clip_by_global_norm, global_norm
 from functional_fsdp.runtime.peers import Peers
 from functional_fsdp.runtime.pieces import ShardLayout
-from functional_fsdp.runtime.placeholder import forbid_state_dict
-from functional_fsdp.runtime.plan import plan_spec, plan_units, shard_layout
+from functional_fsdp.runtime.plan import Plan, make_plan
 from functional_fsdp.runtime.precision import Precision, UnitPrecision
-from functional_fsdp.runtime.same_model import check_same_model
-from functional_fsdp.runtime.state import TrainState, Update, check_usable, update_state
+from functional_fsdp.runtime.same_model import check_same, describe
+from functional_fsdp.runtime.state import TrainState, Update, check_usable, retire, update_state
 from functional_fsdp.runtime.step import Iteration
 from functional_fsdp.runtime.streams import make_streams
+from functional_fsdp.runtime.unfreeze import check_names, move_opt_state, move_params, unfrozen
 from functional_fsdp.runtime.units import (
     UnitChoice,
-    UnitModule,
     declare_delayed,
     declare_divisors,
     declare_precisions,
     find_units,
+    forbid_state_dicts,
 )
 from functional_fsdp.sharding.placement import Placements, zero3
 from functional_fsdp.sharding.strategy import make_strategy
@@ -67,9 +69,14 @@ def fully_shard(
     reduce_grads: ReduceGrads = "each",
     grad_divisors: Mapping[nn.Module, float] | None = None,
     delayed_grads: Iterable[nn.Module] = (),
+    broadcast_weights: bool = False,
     peer_timeout_s: float = 600.0,
 ) -> FullySharded:
     """Shard modules: afterwards they are only the program, and their weights go to the state that ``init`` returns.
+
+    Weights may be on the mesh's device, on CPU, or on meta. What is on meta is initialised a unit at a time, those
+    inside a unit before it, by ``reset_parameters()`` (or ``_reset_parameters()``) of its modules, children first; the
+    same seed gives the same weights on all ranks. Buffers move to the mesh's device.
 
     Args:
         roots: a module, or several that are trained together.
@@ -86,11 +93,15 @@ def fully_shard(
             it is the number of ranks. For experts whose gradients already sum over ranks.
         delayed_grads: modules of units of which some weight gradient is written after the backward; they are reduced
             when ``it.grads_written(module)`` says that it is.
+        broadcast_weights: take the weights and buffers of the mesh's first rank on all; else ``init`` checks that they
+            have the same bits.
         peer_timeout_s: seconds that a rank waits for the others at most, before it says which did not come.
 
     Raises:
-        ValueError: there is no process group, or an argument does not fit; the modules are as before.
-        PeerFault: not all ranks call it in time.
+        ValueError: there is no process group, an argument does not fit, or a module with something on meta does not
+            initialise all of it; the modules are as before.
+        PeerMismatch: ranks that are to broadcast shard different models.
+        PeerFault: a rank failed, or did not call it in time.
     """
     check_process_group("fully_shard")
     placements = zero3() if placements is None else placements
@@ -105,14 +116,23 @@ def fully_shard(
         raise ValueError(f'fully_shard: expected reduce_grads "each" or "last", got {reduce_grads!r}.')
     if not peer_timeout_s > 0:
         raise ValueError(f"fully_shard: expected peer_timeout_s above 0 seconds, got {peer_timeout_s}.")
-    buffers = plan_units(found, strategy, mesh_device(mesh))
-    spec = plan_spec(found, buffers, prefetch, reduce_at_last=reduce_grads == "last")
-    peers = Peers(strategy, buffers.device, dist.get_backend(mesh.get_group(0)), peer_timeout_s)
-    return FullySharded(found, spec, buffers, peers)
+    plan = make_plan(found, strategy, mesh_device(mesh), prefetch, reduce_at_last=reduce_grads == "last")
+    peers = Peers(strategy, plan.buffers.device, dist.get_backend(mesh.get_group(0)), peer_timeout_s)
+    # From here on nothing is wrong with this rank's arguments, and no module has been changed.
+    peers.connect()
+    lines = describe(plan.spec, plan.buffers)
+    shards, values = initial_shards(found, plan.buffers, peers, lines, broadcast=broadcast_weights)
+    return FullySharded(plan, peers, initial=(shards, [*lines, *values]))
 
 
 class FullySharded:
     """A program over explicit states; made by ``fully_shard``. Keep it as long as the model runs.
+
+    Args:
+        plan: of the model, whose modules hold placeholders.
+        peers: the other ranks.
+        initial: the first weights, and what all ranks must have alike.
+        before: the program of the same modules whose place this one takes.
 
     Attributes:
         spec: what the pure core knows of the model.
@@ -124,24 +144,36 @@ class FullySharded:
     layout: ShardLayout
     peers: Peers
 
-    def __init__(self, found: Sequence[UnitModule], spec: ModelSpec, buffers: Buffers, peers: Peers) -> None:
-        self.spec = spec
-        self.layout = shard_layout(found, buffers)
-        self.peers = peers
+    def __init__(
+        self,
+        plan: Plan,
+        peers: Peers,
+        *,
+        initial: tuple[dict[str, Tensor], list[str]] | None = None,
+        before: FullySharded | None = None,
+    ) -> None:
+        buffers = plan.buffers
+        self.spec, self.layout, self.peers = plan.spec, plan.layout, peers
         grads = MainGrads(buffers, has_outer=buffers.strategy.outer is not None)
         collectives = make_collectives(buffers, grads, peers)
-        self._cell = Cell(spec, buffers, grads, make_streams(buffers.device), collectives, peers)
-        # From here on nothing is wrong with this rank's arguments, and no module has been changed.
-        peers.connect()
-        shards, self._sums = initial_shards(found, buffers)
-        self._initial: dict[str, Tensor] | None = shards
-        self._tasks = GraphTasks()
-        self._unit_ids = {unit.module: UnitId(index) for index, unit in enumerate(found)}
-        for unit, module in enumerate(found):
-            UnitHooks(UnitId(unit), buffers.units[unit], module.module, module.precision, self._cell, self._tasks)
-            for slot in module.slots:
-                slot.bind(buffers.units[unit].placeholders[slot.param])
-        _forbid_state_dicts(found)
+        cell = Cell(plan.spec, buffers, grads, make_streams(buffers.device), collectives, peers)
+        self._live_cell: Cell | None = cell
+        self._initial = initial
+        # The parameters that were given are not kept: placeholders know their shapes.
+        self._found = tuple(replace(u, params=t.placeholders) for u, t in zip(plan.found, buffers.units, strict=True))
+        self._unit_ids = {unit.module: UnitId(index) for index, unit in enumerate(self._found)}
+        if before is None:
+            self._tasks = GraphTasks()
+            self._hooks = [
+                UnitHooks(UnitId(index), unit.name, unit.module, unit.precision, self._tasks)
+                for index, unit in enumerate(self._found)
+            ]
+            forbid_state_dicts(self._found)
+        else:
+            self._tasks, self._hooks = before._tasks, before._hooks
+        for unit, hooks in enumerate(self._hooks):
+            hooks.serve(cell, buffers.units[unit])
+            buffers.uninstall(UnitId(unit))
 
     def init(self, optimizer: Optimizer | Schedule, *, loss_scale: LossScale | None = None) -> TrainState:
         """Return the first state: the weights that the modules had, and the optimizer's state for them.
@@ -163,11 +195,63 @@ class FullySharded:
                 "init: expected the first call, got another; the weights went to the state that the first one "
                 "returned. Copy that with map_tensors(torch.clone, state)."
             )
-        optimizer.check_groups(self._initial)
-        check_same_model(self.peers, self.spec, self._cell.buffers, self._sums)
-        params, self._initial = self._initial, None
+        params, lines = self._initial
+        optimizer.check_groups(params)
+        check_same(self.peers, "init", lines)
+        self._initial = None
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, FsdpState(), layout=self.layout, loss_scale=loss_scale)
+
+    def unfreeze(self, state: TrainState, names: Iterable[str]) -> tuple[FullySharded, TrainState]:
+        """Let frozen parameters train from now on: ``fsdp, state = fsdp.unfreeze(state, names)``.
+
+        Every rank must call it. What the optimizer has is kept; the parameters that are new to it keep their groups'
+        options, and begin with state and step count of their own. Learned orders are dropped. Never more than one unit
+        is gathered. This program and ``state`` cannot be used any more, and neither can a step made with it.
+
+        Args:
+            state: of this program.
+            names: of parameters, exactly.
+
+        Raises:
+            ValueError: a name is not that of a frozen parameter that can train, ``state`` is of another model, or a
+                unit does not fit the byte budget any more.
+            DonatedStateError: an update took ``state``.
+            IterationError: an iteration is running.
+            PeerMismatch: a rank makes another call, or gives other names.
+            PeerFault: not all ranks came in time. After an error all is as before.
+        """
+        cell = self._cell
+        if cell.is_running:
+            expected, got = "no running iteration", "one, which computes with the weights"
+            raise IterationError(unexpected("unfreeze", expected, got, "call it after the with block"))
+        self._check_state("unfreeze", state)
+        chosen = check_names(names, self._found, self.layout.tied_names)
+        old, policy = cell.buffers, self.spec.policy
+        found = unfrozen(self._found, chosen)
+        plan = make_plan(found, old.strategy, old.device, policy, reduce_at_last=self.spec.reduce.at_last)
+        self.peers.call_together("unfreeze", chosen)
+        gather = partial(self._gather_shards, "unfreeze")
+        params = move_params(old, plan.buffers, state.params, gather)
+        opt_state = move_opt_state(old, plan.buffers, state.params, state.opt_state, gather)
+        moved = replace(state, params=params, opt_state=opt_state, fsdp=FsdpState(), layout=plan.layout)
+        program = FullySharded(plan, self.peers, before=self)
+        self._live_cell = None
+        retire(state, "went to unfreeze, which returned another")
+        return program, moved
+
+    @property
+    def _cell(self) -> Cell:
+        """The running state and the interpreter.
+
+        Raises:
+            FsdpError: another program has taken the place of this one.
+        """
+        if self._live_cell is None:
+            expected, got = "the program that unfreeze returned", "the one before, whose layout is no more"
+            instead = "keep the newest, as in `fsdp, state = fsdp.unfreeze(state, names)`, and make steps with it anew"
+            raise FsdpError(unexpected("fsdp", expected, got, instead))
+        return self._live_cell
 
     @property
     def device(self) -> torch.device:
@@ -303,17 +387,3 @@ class FullySharded:
                 f"{where}: expected a state of this model with flat shards {dict(numels)}, got {got}; pass a state that "
                 "init or update of this program returned."
             )
-
-
-def _forbid_state_dicts(found: Sequence[UnitModule]) -> None:
-    """Refuse state dicts of all modules that hold placeholders, and of roots, before any of them is read or written."""
-    names: dict[nn.Module, list[str]] = {}
-    for unit in found:
-        for slot in unit.slots:
-            names.setdefault(slot.module, []).append(unit.specs[slot.param].name)
-    everything = [name for held in names.values() for name in held]
-    for unit in found:
-        if unit.parent is None and everything:
-            names[unit.module] = everything
-    for module, held in names.items():
-        forbid_state_dict(module, held)

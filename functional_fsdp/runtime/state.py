@@ -102,11 +102,11 @@ def update_state(
     except BaseException as error:
         if update == "donate":
             for lost in (fresh, state):
-                _retire(lost, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
+                retire(lost, f"was lost when an update failed in the middle ({type(error).__name__}: {error})")
             error.add_note('update: the state is lost, since it was being written; update="copy" keeps the old one.')
         raise
     if update == "donate":
-        _retire(state, "was donated to an update")
+        retire(state, "was donated to an update")
     return replace(fresh, opt_state=opt_state, step=state.step + 1)
 
 
@@ -121,7 +121,7 @@ def skip_update(state: TrainState, update: Update) -> TrainState:
     check_usable("update", state.params)
     fresh = _successor(state, update)
     if update == "donate":
-        _retire(state, "was donated to a step that was skipped")
+        retire(state, "was donated to a step that was skipped")
     return fresh
 
 
@@ -143,7 +143,8 @@ def _successor(state: TrainState, update: Update) -> TrainState:
     return replace(state, params=params, opt_state=opt_state)
 
 
-def _retire(state: TrainState, fate: str) -> None:
+def retire(state: TrainState, fate: str) -> None:
+    """Empty the tensors of a state that must not be used again; ``fate`` says in errors what became of it."""
     for tensor in optree.tree_leaves((state.params, state.opt_state)):
         assert isinstance(tensor, Tensor)
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

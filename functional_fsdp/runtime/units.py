@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from functional_fsdp.core.errors import unexpected
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.runtime.buffers import Slot
-from functional_fsdp.runtime.placeholder import Placeholder
+from functional_fsdp.runtime.placeholder import Placeholder, forbid_state_dict
 from functional_fsdp.runtime.precision import Precision, UnitPrecision, check_precisions, precision_of
 from functional_fsdp.sharding.layout import ParamSpec
 
@@ -119,6 +121,20 @@ def declare_divisors(found: Sequence[UnitModule], divisors: Mapping[nn.Module, f
     return tuple(replace(unit, divisor=divisors.get(unit.module)) for unit in found)
 
 
+def forbid_state_dicts(found: Sequence[UnitModule]) -> None:
+    """Refuse state dicts of all modules that hold placeholders, and of roots, before any of them is read or written."""
+    names: dict[nn.Module, list[str]] = {}
+    for unit in found:
+        for slot in unit.slots:
+            names.setdefault(slot.module, []).append(unit.specs[slot.param].name)
+    everything = [name for held in names.values() for name in held]
+    for unit in found:
+        if unit.parent is None and everything:
+            names[unit.module] = everything
+    for module, held in names.items():
+        forbid_state_dict(module, held)
+
+
 def _named(found: Sequence[UnitModule], module: object) -> str:
     if not isinstance(module, nn.Module):
         return repr(module)
@@ -165,6 +181,7 @@ class _Walk:
 
     def units(self) -> tuple[UnitModule, ...]:
         """Return what was found."""
+        self._check_memory()
         owned: list[list[nn.Parameter]] = [[] for _ in self._modules]
         for param, (path, _, users) in self._params.items():
             owned[self._owner(path, users)].append(param)
@@ -183,6 +200,17 @@ class _Walk:
             slots.extend(Slot(holder, attribute, index) for holder, attribute in places)
         label = name or type(module).__name__
         return UnitModule(label, module, parent, tuple(params), tuple(specs), tuple(slots))
+
+    def _check_memory(self) -> None:
+        """Check that no two parameters are one in memory, which cutting them apart would untie."""
+        names: dict[tuple[str, int], tuple[str, nn.Parameter]] = {}
+        for param, (path, _, _) in self._params.items():
+            if param.is_meta or not param.numel():
+                continue
+            other, first = names.setdefault((str(param.device), param.data_ptr()), (path, param))
+            if first is not param and (first.requires_grad or param.requires_grad):
+                got, instead = f"the memory of {other!r}", "bind one Parameter in both places to tie them, or clone one"
+                raise ValueError(unexpected(f"fully_shard: parameter {path!r}", "memory of its own", got, instead))
 
     def _owner(self, path: str, users: list[UnitId]) -> UnitId:
         """Return the innermost unit that contains all users."""
@@ -269,13 +297,34 @@ def _check_param(path: str, param: nn.Parameter) -> None:
             f"fully_shard: parameter {path!r}: expected a model that is not sharded, got a placeholder; "
             "call fully_shard once, with all roots."
         )
-    if param.is_meta:
-        raise ValueError(
-            f"fully_shard: parameter {path!r}: expected weights, got a meta tensor; materialise the model first, e.g. "
-            "with model.to_empty(device=...) and its initialisation."
+    where = f"fully_shard: parameter {path!r}"
+    has_no_shape: bool = is_lazy(param)
+    if has_no_shape:
+        instead = "run one forward, which gives it a shape"
+        raise ValueError(unexpected(where, "a shape", "a parameter of a lazy module that has seen no input", instead))
+    if param.layout != torch.strided or hasattr(param, "__tensor_flatten__"):
+        got = f"{type(param.data).__name__} of {param.layout}"
+        raise ValueError(unexpected(where, "a plain dense tensor", got, "shard the model as torch.nn makes it"))
+    if param.requires_grad:
+        check_trainable(where, param)
+
+
+def check_trainable(where: str, param: Tensor) -> None:
+    """Check that a parameter, or its placeholder, can have a gradient.
+
+    Raises:
+        ValueError: its dtype is not real and floating, or elements of it share memory, as those of ``expand`` do.
+    """
+    if not param.is_floating_point():
+        expected, instead = (
+            "a real floating dtype where a gradient is wanted",
+            "use a buffer, set requires_grad=False, or keep its real and imaginary parts apart",
         )
-    if param.requires_grad and not param.is_floating_point():
-        raise ValueError(
-            f"fully_shard: parameter {path!r}: expected a real floating dtype where a gradient is wanted, got "
-            f"{param.dtype}; use a buffer, set requires_grad=False, or keep its real and imaginary parts apart."
-        )
+        raise ValueError(unexpected(where, expected, str(param.dtype), instead))
+    span = 0
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride <= span and param.numel():
+            got = f"strides {param.stride()} for {tuple(param.shape)}"
+            instead = "expand it in forward, or make it a parameter of its own with .clone()"
+            raise ValueError(unexpected(where, "memory of its own for each element", got, instead))
+        span += (size - 1) * stride
