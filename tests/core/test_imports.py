@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "functional_fsdp"
-CORE = PACKAGE / "core"
+CORE, SHARDING = PACKAGE / "core", PACKAGE / "sharding"
 LAYERS = (
     {"errors"},
     {"ids"},
-    {"placement", "layout", "policy", "order", "effects"},
+    {"policy", "order", "effects"},
     {"spec"},
     {"state", "render"},
     {"draft"},
@@ -25,6 +25,7 @@ LAYERS = (
     {"transitions"},
 )
 """Files of the core; each imports only from those above it, of its own layer none."""
+SHARDING_SEES = {"functional_fsdp.core.errors", "functional_fsdp.core.ids"}
 INTERPRETER_SEES = {"functional_fsdp.core.ids", "functional_fsdp.core.effects", "functional_fsdp.core.errors"}
 
 REFUSE = """
@@ -55,7 +56,17 @@ def imported(source: str) -> Iterator[str]:
 def wrong_imports(name: str, source: str) -> list[str]:
     """Return the imports that a file of the core must not have."""
     layer = next(index for index, names in enumerate(LAYERS) if name in names)
-    allowed = {f"functional_fsdp.core.{below}" for names in LAYERS[:layer] for below in names}
+    return not_allowed(source, {f"functional_fsdp.core.{below}" for names in LAYERS[:layer] for below in names})
+
+
+def wrong_in_sharding(source: str) -> list[str]:
+    """Return the imports that a file of `sharding` must not have: it sees the core's errors and names, and itself."""
+    itself = {f"functional_fsdp.sharding.{path.stem}" for path in SHARDING.glob("*.py")}
+    return not_allowed(source, SHARDING_SEES | itself)
+
+
+def not_allowed(source: str, allowed: set[str]) -> list[str]:
+    """Return the imports that are neither allowed nor of the standard library."""
     outside = (sys.stdlib_module_names | {"typing_extensions"}) - {"importlib"}
     return [module for module in imported(source) if module not in allowed and module.split(".")[0] not in outside]
 
@@ -104,6 +115,21 @@ def test_the_check_of_imports_can_fail() -> None:
     assert not wrong_imports("order", "from functional_fsdp.core.ids import UnitId")
 
 
+@pytest.mark.parametrize("path", sorted(SHARDING.glob("*.py")), ids=lambda path: str(path.stem))
+def test_sharding_imports_names_errors_and_itself(path: Path) -> None:
+    """Placements, layouts and strategies are as pure as the core."""
+    assert wrong_in_sharding(path.read_text()) == []
+
+
+def test_the_check_of_sharding_can_fail() -> None:
+    """Torch, the runtime and the rest of the core are out of its sight."""
+    assert wrong_in_sharding("import torch")
+    assert wrong_in_sharding("def late():\n    from functional_fsdp.runtime import mesh")
+    assert wrong_in_sharding("from functional_fsdp.core.spec import ModelSpec")
+    assert not wrong_in_sharding("from functional_fsdp.core.errors import unexpected")
+    assert not wrong_in_sharding("import math\nfrom functional_fsdp.sharding.layout import cut")
+
+
 def test_the_core_stays_small() -> None:
     """Under 1,500 lines together, and under 400 a file."""
     lengths = {path.stem: len(path.read_text().splitlines()) for path in CORE.glob("*.py")}
@@ -144,6 +170,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "module",
     ["functional_fsdp", "functional_fsdp.core.transitions", "functional_fsdp.core.render"]
+    + [f"functional_fsdp.sharding.{name}" for name in ("layout", "placement", "strategy")]
     + [f"functional_fsdp.testing.{name}" for name in ("programs", "invariants", "table", "worlds", "search")],
 )
 def test_importing_does_not_import_torch(module: str) -> None:

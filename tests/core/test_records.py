@@ -12,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_fsdp.core.effects import (
+    AccumulateGrads,
     Effect,
     Install,
     OrderAfterUpdate,
     PackGrads,
+    PackSum,
     ReduceGrads,
+    ReduceOuter,
+    RefreshShard,
     Report,
     Reset,
     Reshard,
     Uninstall,
     Unshard,
+    WaitOuter,
     WaitReduce,
     WaitUnshard,
     ZeroGrads,
@@ -37,15 +42,20 @@ from .scenarios import A, B, model, play_iterations, step
 
 LINES: dict[Effect, str] = {
     OrderAfterUpdate(): "order_after_update",
+    RefreshShard(A): "refresh_shard 1",
     Unshard(A, Phase.FORWARD): "unshard 1 forward",
     Unshard(A, Phase.RECOMPUTE): "unshard 1 recompute",
     WaitUnshard(A): "wait_unshard 1",
     Install(A): "install 1",
     Uninstall(A): "uninstall 1",
     Reshard(A): "reshard 1",
+    AccumulateGrads(A, True, (2,)): "accumulate_grads 1 first=True missing=(2,)",
+    PackSum(A, 1): "pack_sum 1 slot=1",
     PackGrads(A, 0, (2, 3)): "pack_grads 1 slot=0 missing=(2, 3)",
     ReduceGrads(A, 1, True): "reduce_grads 1 slot=1 accumulate=True",
     WaitReduce(A, 1): "wait_reduce 1 slot=1",
+    ReduceOuter(A, False): "reduce_outer 1 accumulate=False",
+    WaitOuter(A): "wait_outer 1",
     ZeroGrads(A): "zero_grads 1",
     Report("key 'train': so"): "report key 'train': so",
     Reset(): "reset",
@@ -65,7 +75,7 @@ def test_effect_prints_as_one_line(effect: Effect) -> None:
 def test_effects_are_frozen_slotted_and_differ_across_types() -> None:
     """Equal fields do not make two kinds equal, as they would for named tuples."""
     assert {type(effect) for effect in LINES} == set(get_args(Effect))
-    effects = [Install(A), Uninstall(A), Reshard(A), WaitUnshard(A), ZeroGrads(A)]
+    effects = [Install(A), Uninstall(A), Reshard(A), WaitUnshard(A), ZeroGrads(A), RefreshShard(A), WaitOuter(A)]
     assert len(set(effects)) == len(effects)
     for effect in LINES:
         assert not hasattr(effect, "__dict__")
