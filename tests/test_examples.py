@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import optree
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.launch import launch, torchrun
 
@@ -70,6 +74,47 @@ def test_train_lm_trains_and_prints_its_table(text_file: str, tmp_path: Path) ->
         assert re.search(rf"^{row}.* [\d,]+$", ended.output, re.MULTILINE), row
     for line in trace.read_text().splitlines():
         assert re.match(r"\d+\.\d{6} .*\b[a-z]+(_[a-z]+)*\b", line), line
+
+
+def test_train_lm_resumes_to_the_bits_of_an_unbroken_run(text_file: str, tmp_path: Path) -> None:
+    """And goes on at another number of ranks, with another strategy and dtype."""
+    options = ("examples/train_lm.py", *TINY, "--data", text_file, "--clip", "1.0")
+    whole, half, rest = (str(tmp_path / name) for name in ("whole", "half", "rest"))
+    runs = (
+        (2, "--steps", "4", "--save", whole),
+        (2, "--steps", "2", "--save", half),
+        (2, "--steps", "4", "--save", rest, "--resume", half),
+        (4, "--steps", "4", "--resume", half, "--strategy", "hsdp", "--dtype", "bfloat16"),
+    )
+    for num_ranks, *more in runs:
+        ended = launch(torchrun(num_ranks, *options, *more), limit_s=LIMIT_S)
+        assert ended.status == 0, ended.output
+    saved = [load_as_torch(Path(path), tmp_path / "saved.pt") for path in (whole, half, rest)]
+    assert saved[0].keys() == saved[2].keys() and len(saved[0]) > 60
+    assert all(torch.equal(tensor, saved[2][name]) for name, tensor in saved[0].items() if name != "functional_fsdp")
+    assert not torch.equal(saved[0]["model/norm.weight"], saved[1]["model/norm.weight"])
+
+
+def load_as_torch(path: Path, plain: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors by path, as the tools of torch.distributed.checkpoint make them."""
+    dcp_to_torch_save(path, plain)
+    paths, leaves, _ = optree.tree_flatten_with_path(torch.load(plain, weights_only=True))
+    return {"/".join(map(str, keys)): torch.as_tensor(leaf) for keys, leaf in zip(paths, leaves, strict=True)}
+
+
+def test_train_lm_names_what_cannot_be_resumed(text_file: str, tmp_path: Path) -> None:
+    options = ("examples/train_lm.py", *TINY, "--data", text_file, "--resume", str(tmp_path / "none"))
+    ended = launch(torchrun(2, *options), limit_s=LIMIT_S)
+    assert ended.status == 1
+    assert str(tmp_path / "none") in ended.output
+    assert 'train_lm.py", line' not in ended.output
+
+
+def test_optimizer_step_measures_both() -> None:
+    options = ("--size", "tiny", "--turns", "2")
+    ended = launch(torchrun(2, "-m", "examples.benchmarks.optimizer_step", *options), limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    assert re.search(r"^functional_fsdp / FSDP2: \d+\.\d\d$", ended.output, re.MULTILINE), ended.output
 
 
 def test_train_lm_outside_torchrun_says_the_command(text_file: str) -> None:
