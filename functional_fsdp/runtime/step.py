@@ -228,7 +228,7 @@ class Iteration:
         cell = self._cell
         iteration = cell.state.iteration
         assert isinstance(iteration, Running), "checked above"
-        meeting = None
+        validated, meeting = cell.replays, None
         # Where a use is open nothing is completed: it is the hook after this that names it.
         if not any(unit_state.is_open for unit_state in cell.state.live):
             for unit in outstanding_grads(cell.spec, iteration.grads):
@@ -238,6 +238,12 @@ class Iteration:
         cell.run(finish_grad_sync)
         if meeting is not None:
             meeting.check()
+        # Local sums and the outer axis are reduced in there, as the order of a replay says.
+        if validated:
+            cell.peers.launched.clear()
+        late = cell.compare_launched("finish_grad_sync, what it reduced")
+        if late is not None:
+            late.check()
         return cell.grads.main_grads()
 
     def _check_running(self, hook: str) -> None:
