@@ -1,0 +1,120 @@
+"""Cases that train under every strategy: values, equal bits, and what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from functional_fsdp import LogEntry, PrefetchPolicy
+from functional_fsdp.core.effects import ReduceGrads as ReduceEffect
+from functional_fsdp.core.effects import ReduceOuter, RefreshShard, Unshard
+from tests.runtime.reference import NotEqual, Tensors, check_bit_equal
+from tests.runtime.strategies import Setup, StrategyTwins, counted_launches, make_optimizer, shard
+from tests.runtime.strategies_formula import axes_of
+
+NUM_STEPS = 10
+
+
+def ten_steps(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
+    """Compare ten steps of each setup with training by hand: losses, first gradients, last weights."""
+    for setup in setups:
+        twins = StrategyTwins(rank, world_size, setup)
+        try:
+            for step in range(NUM_STEPS):
+                twins.train(step, check_grads=step == 0, check_weights=step == NUM_STEPS - 1)
+        except NotEqual as error:
+            error.add_note(f"{setup}")
+            raise
+
+
+def equal_bits(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
+    """Compare each setup with training by hand, to the last bit."""
+    for setup in setups:
+        twins = StrategyTwins(rank, world_size, setup)
+        for step in range(3):
+            twins.train(step, exact=True)
+
+
+def bits_of(rank: int, world_size: int, setup: Setup, num_steps: int = 4) -> Tensors:
+    """Train a fresh model; return all losses, gradients and weights by name."""
+    twins = StrategyTwins(rank, world_size, setup)
+    bits: Tensors = {}
+    for step in range(num_steps):
+        loss, grads, state = twins.run(step)
+        bits[f"loss {step}"] = loss
+        bits |= {f"gradient {step} of {name}": grad for name, grad in twins.fsdp.full_tensors(grads).items()}
+        twins.state = twins.fsdp.update(state, grads, twins.optimizer)
+        assert twins.fsdp.unsharded_nbytes() == 0
+    return bits | {f"weight {name}": weight for name, weight in twins.fsdp.full_tensors(twins.state.params).items()}
+
+
+def policies_change_no_bit(
+    rank: int, world_size: int, setups: Sequence[Setup], policies: Mapping[str, PrefetchPolicy]
+) -> None:
+    """Compare every policy with the first, to the last bit, for each setup."""
+    for setup in setups:
+        bits = [bits_of(rank, world_size, replace(setup, policy=policy)) for policy in policies.values()]
+        for name, other in zip(policies, bits, strict=True):
+            check_bit_equal(f"{setup.strategy}, {name}", other, bits[0])
+
+
+def equal_pairs(rank: int, world_size: int, pairs: Sequence[tuple[Setup, Setup]]) -> None:
+    """Compare the values of the setups of each pair, to the last bit, and what they launch."""
+    for one, other in pairs:
+        where = f"{one.strategy} on {one.sizes} and {other.strategy} on {other.sizes}"
+        check_bit_equal(where, bits_of(rank, world_size, one), bits_of(rank, world_size, other))
+        counted, same = count_launches(rank, world_size, [one, other])
+        assert counted == same, f"{where}: {counted} and {same}"
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What an iteration launched.
+
+    Attributes:
+        by_name: launches by communicator.
+        by_effect: effects that ask for them, by kind.
+    """
+
+    by_name: dict[str, int]
+    by_effect: dict[str, int]
+
+
+def count_launches(rank: int, world_size: int, setups: Sequence[Setup]) -> list[list[Counted]]:
+    """Return for each setup what its first three iterations launch: one records, and two replay."""
+    counted: list[list[Counted]] = []
+    for setup in setups:
+        twins = StrategyTwins(rank, world_size, setup)
+        counted.append([])
+        for step in range(3):
+            entries: list[LogEntry] = []
+            with twins.fsdp.observe(entries.append), counted_launches(twins.fsdp) as by_name:
+                _, grads, state = twins.run(step)
+            kinds = Unshard, RefreshShard, ReduceEffect, ReduceOuter
+            by_effect = {kind.__name__: sum(isinstance(e.effect, kind) for e in entries) for kind in kinds}
+            counted[-1].append(Counted(dict(by_name), by_effect))
+            twins.state = twins.fsdp.update(state, grads, twins.optimizer)
+    return counted
+
+
+def launches_nothing(rank: int, world_size: int, setups: Sequence[Setup]) -> list[dict[str, int]]:
+    """Return the launches of everything from `init` on, of setups whose mesh has one rank."""
+    counts = []
+    for setup in setups:
+        assert not axes_of(setup.strategy, setup.mesh_sizes(world_size))
+        model = setup.scenario.make(setup.dtype)
+        fsdp = shard(model, setup, world_size)
+        with counted_launches(fsdp) as by_name:
+            optimizer = make_optimizer(setup)
+            state = fsdp.init(optimizer)
+            for step in range(3):
+                with fsdp.iteration(state, key="train") as it:
+                    torch.autograd.backward(setup.scenario.loss(model, setup.scenario.batch(step, rank, setup.dtype)))
+                    grads = it.finish_grad_sync()
+                fsdp.global_norm(grads)
+                state = fsdp.update(it.state, grads, optimizer)
+            fsdp.full_tensors(state.params)
+        counts.append(dict(by_name))
+    return counts
