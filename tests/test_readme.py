@@ -96,8 +96,20 @@ def test_the_training_loop_trains(tmp_path: Path) -> None:
     assert max(losses) < 0.9, ended.output
 
 
+def test_the_strategies_shown_train(tmp_path: Path) -> None:
+    (code,) = blocks("Strategies, precision, optimizers, checkpoints", "python")
+    script = tmp_path / "train.py"
+    script.write_text(code.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))))
+    ended = launch(torchrun(4, str(script)), limit_s=LIMIT_S)
+    assert ended.status == 0, ended.output
+    found = re.findall(r"step 50, loss (\d\.\d+), norm (\d\.\d+)", ended.output)
+    assert len(found) == 4, ended.output
+    assert max(float(loss) for loss, _ in found) < 0.9
+    assert len({norm for _, norm in found}) == 1
+
+
 def test_the_code_shown_is_all_run() -> None:
-    run = {"Train": 2, "The pure core": 1, "Test a transition without a GPU": 1}
+    run = {"Train": 2, "Strategies, precision, optimizers, checkpoints": 1, "The pure core": 1, "Test a transition without a GPU": 1}
     assert sum(run.values()) == README.count("\n```python\n")
 
 
