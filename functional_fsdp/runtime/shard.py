@@ -196,7 +196,7 @@ class FullySharded:
                 "returned. Copy that with map_tensors(torch.clone, state)."
             )
         params, lines = self._initial
-        optimizer.check_groups(params)
+        optimizer.check_groups(f"{spec.dtype}.{spec.group}" for spec in self.layout.params)
         check_same(self.peers, "init", lines)
         self._initial = None
         opt_state = optimizer.init(params)

@@ -18,6 +18,7 @@ from functional_fsdp.core.errors import DonatedStateError, unexpected
 from functional_fsdp.core.state import FsdpState
 from functional_fsdp.loss_scale import LossScale
 from functional_fsdp.optim import Optimizer, OptState, Schedule
+from functional_fsdp.optim.optimizer import trains
 from functional_fsdp.runtime.pieces import ShardLayout
 
 Update: TypeAlias = Literal["donate", "copy"]
@@ -90,11 +91,15 @@ def update_state(
         ValueError: ``grads`` do not fit ``state``; nothing is written.
     """
     check_usable("update", state.params)
-    missing = sorted(state.opt_state.keys() - grads.keys())
+    missing = sorted({key for key in state.params if trains(key)} - grads.keys())
     if missing:
         instead = "pass what finish_grad_sync of this program returned"
         raise ValueError(unexpected("update", f"gradients for {missing}", f"those of {sorted(grads)}", instead))
     now = optimizer.at(state.step)
+    # What was unfrozen since the last update has no state yet.
+    unfrozen = {key: param for key, param in state.params.items() if "+" in key and key not in state.opt_state}
+    if unfrozen:
+        state = replace(state, opt_state=state.opt_state | now.init(unfrozen))
     now.check(grads, state.opt_state, state.params)
     fresh = _successor(state, update)
     try:

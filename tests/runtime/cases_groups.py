@@ -215,3 +215,33 @@ def other_groups(rank: int, world_size: int) -> str:
     param_groups: ParamGroups = {"some": lambda name, param: rank == 1 and name == "head.weight" or name == "head.bias"}
     fsdp = fully_shard(model, make_mesh((world_size,)), units=(Block,), param_groups=param_groups)
     return ": ".join(error_of(lambda: fsdp.init(optim.from_torch(torch.optim.SGD, lr=0.1))))
+
+
+def late_group(rank: int, world_size: int) -> None:
+    """B6: options for a group whose parameters are all frozen at first, and trained later by a schedule."""
+    optimizer = optim.from_torch(torch.optim.AdamW, groups=OWN, **ADAMW)
+    schedule = optim.with_schedule(optimizer, lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    scenario = Scenario(FrozenHead)
+    grouped = Grouped(rank, world_size, scenario, schedule, lambda groups: torch.optim.AdamW(groups, **ADAMW))
+    head = grouped.reference.model.get_submodule("head")
+    scheduler = lr_scheduler.StepLR(grouped.reference.optimizer, step_size=2, gamma=0.5)
+    assert "float64.head" not in grouped.state.params
+    for step in range(5):
+        if step == 3:
+            names = ["head.weight", "head.bias"]
+            grouped.fsdp, grouped.state = grouped.fsdp.unfreeze(grouped.state, names)
+            head.requires_grad_(True)
+            # As late in the schedule as the others, but with a step count of its own.
+            grouped.reference.optimizer.param_groups[2]["params"].extend(head.parameters())
+        grouped.train(step)
+        scheduler.step()
+    counts = {key: int(tensors["step"]) for key, tensors in grouped.state.opt_state.items()}
+    assert counts == {"float64": 5, "float64.no_decay": 5, "float64.head+1": 2}, counts
+
+
+class FrozenHead(PathsModel):
+    """A model whose head is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)

@@ -152,3 +152,7 @@ def test_c8_a_function_that_answers_otherwise_on_one_rank_is_named(worlds: World
     for text in worlds(2).run(cases.other_groups):
         for part in ("PeerMismatch: init: expected the same model", "'head.weight'", "on rank 0", "group='some'"):
             assert part in text, text
+
+
+def test_b6_a_group_of_frozen_weights_gets_its_options_when_it_is_unfrozen(worlds: Worlds) -> None:
+    worlds(2).run(cases.late_group)
