@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -98,12 +99,24 @@ class Reads:
             try:
                 with open(file, "rb", buffering=0) as stream:
                     got = _read(FileSlice(stream, read.chunk), read)
+            except pickle.UnpicklingError as error:
+                # Not from it: PyTorch's text goes on to advise to load the file with all that it may run.
+                raise CheckpointError(unexpected(where, expected, _refused(error), _DAMAGED)) from None
             except Exception as error:
-                first_line = str(error).partition("\n")[0]
-                got = f"{type(error).__name__}: {first_line}"
+                got = f"{type(error).__name__}: {_first_line(str(error))}"
                 raise CheckpointError(unexpected(where, expected, got, _DAMAGED)) from error
             if got is not None:
                 raise CheckpointError(unexpected(where, expected, got, _DAMAGED))
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """Return what PyTorch says of a pickle that is not only tensors, e.g. that it names a function."""
+    _, _, reason = str(error).rpartition("WeightsUnpickler error:")
+    return f"a pickle that is refused: {_first_line(reason).partition('. ')[0]}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _read(file: FileSlice, read: Read) -> str | None:
