@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from functional_fsdp.core.errors import unexpected
+from functional_fsdp.core.errors import IterationError, unexpected
 from functional_fsdp.core.ids import Key, check_key
 from functional_fsdp.optim import Optimizer, Schedule
 from functional_fsdp.runtime.norms import check_max_norm, clip_by_global_norm
@@ -41,8 +41,11 @@ def value_and_grad(
     """Return ``f(state, batch) -> (loss, grads, state)``.
 
     ``grads`` are averaged over the ranks, flat shards like ``state.params``. The returned state has the weights of the
-    one given, and what the schedule ``key`` learned. Where the state has a loss scale the backward is scaled by it, and
-    ``grads`` are unscaled; if some are not finite, see ``make_train_step`` for what to do.
+    one given, and what the schedule ``key`` learned.
+
+    Where the state has a loss scale the backward is scaled by it, and ``grads`` are unscaled. What follows is then the
+    caller's: ``is_finite = bool(fsdp.global_norm(grads).isfinite())``, an update only if so, and in any case
+    ``dataclasses.replace(state, loss_scale=state.loss_scale.after(is_finite))``.
 
     Args:
         fsdp: the program.
@@ -123,6 +126,9 @@ def make_train_step(
     check_update("make_train_step", update)
 
     def step(state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, Metrics]:
+        if fsdp.is_running:
+            instead = "call it outside of the with block"
+            raise IterationError(unexpected("step", "no running iteration", "one, which reads the weights", instead))
         batches = (batch,) if accumulate == 1 else batch
         if not isinstance(batches, (list, tuple)) or len(batches) != accumulate:
             got = f"{len(batches)}" if isinstance(batches, (list, tuple)) else type(batch).__name__

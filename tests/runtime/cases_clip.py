@@ -170,10 +170,14 @@ def wrong_bounds(rank: int, world_size: int) -> list[Error]:
     _, grads, _ = value_and_grad(fsdp, twins.loss_fn)(twins.state, twins.batch(0, rank))
     errors = [error_of(lambda: fsdp.clip_by_global_norm(grads, 0.0))]
     errors.append(error_of(lambda: make_train_step(fsdp, twins.loss_fn, optimizer, clip_norm=-1.0)))
+    step_fn = make_train_step(fsdp, twins.loss_fn, optimizer)
+    with fsdp.iteration(twins.state, key="train") as it:
+        errors.append(error_of(lambda: step_fn(twins.state, twins.batch(0, rank))))
+    twins.state = it.state
     wrong: object = "move"
     errors.append(error_of(lambda: make_train_step(fsdp, twins.loss_fn, optimizer, update=wrong)))  # type: ignore[arg-type]
     twins.expect(0)
-    twins.state, metrics = make_train_step(fsdp, twins.loss_fn, optimizer)(twins.state, twins.batch(0, rank))
+    twins.state, metrics = step_fn(twins.state, twins.batch(0, rank))
     assert metrics.grad_norm is None
     twins.update(None)
     twins.check_weights("after the errors")
