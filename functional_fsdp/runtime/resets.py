@@ -6,7 +6,7 @@ parameters are part of the module around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,17 +49,19 @@ def unit_parts(found: Sequence[UnitModule]) -> list[tuple[UnitId, tuple[Part, ..
         children.setdefault(unit.parent, []).append(UnitId(index))
     seen: set[nn.Module] = set()
     parts: list[tuple[UnitId, tuple[Part, ...]]] = []
-
-    def visit(index: UnitId) -> None:
-        for child in children.get(index, ()):
-            visit(child)
+    for index in (inside for root in children[None] for inside in _inside_first(root, children)):
         unit = found[index]
         path = "" if unit.parent is None and len(children[None]) == 1 else unit.name
         parts.append((index, tuple(_walk(path, unit.module, units, seen))))
-
-    for root in children[None]:
-        visit(root)
     return parts
+
+
+def _inside_first(index: UnitId, children: Mapping[UnitId | None, Sequence[UnitId]]) -> Iterator[UnitId]:
+    """Yield the units inside one, and then itself."""
+    # No function inside another that calls itself: such a cycle would hold the weights until it is collected.
+    for child in children.get(index, ()):
+        yield from _inside_first(child, children)
+    yield index
 
 
 def check_parts(parts: Sequence[Part]) -> None:
