@@ -85,9 +85,9 @@ class _Initial:
                 check_parts(parts)
         if self._broadcasts:
             shapes = [
-                f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}"
+                f"buffer {_path(part, holder, name)!r} {tuple(buffer.shape)} {buffer.dtype}"
                 for _, parts in units
-                for _, holder, name in _buffers(parts)
+                for part, holder, name in _buffers(parts)
                 if (buffer := holder._buffers[name]) is not None
             ]
             check_same(self._peers, "fully_shard", [*model_lines, *shapes])

@@ -17,8 +17,8 @@ from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.runtime.buffers import Buffers
 from functional_fsdp.runtime.peers import Peers
 
-CHUNK_NUMEL = 1 << 16
-"""Words of a tensor that are summed at once, half a megabyte: a checksum needs little memory beside the tensor."""
+CHUNK_NUMEL = 1 << 15
+"""Words of a tensor that are summed at once, a quarter of a megabyte: a checksum needs little memory beside the tensor."""
 
 VALUES = "values of "
 """Begins a line about values; other lines are about the model."""
