@@ -111,7 +111,10 @@ def move_opt_state(
 
 def _move(old: Buffers, new: Buffers, flat: Mapping[str, Tensor], gather: Gather) -> dict[str, Tensor]:
     old_keys = {name: key for name, key in _keys(old) if key in flat}
-    moved = {key: flat[old_keys[name]].new_zeros(new.flat_numels[key]) for name, key in _keys(new) if name in old_keys}
+    moved: dict[str, Tensor] = {}
+    for name, key in _keys(new):
+        if name in old_keys and key not in moved:
+            moved[key] = flat[old_keys[name]].new_zeros(new.flat_numels[key])
     number = 0
     for before, after in zip(old.units, new.units, strict=True):
         full: dict[str, Tensor] = {}

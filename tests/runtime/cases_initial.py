@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_fsdp import FullySharded, fully_shard, make_mesh, optim
 from functional_fsdp.core.errors import FsdpError
+from functional_fsdp.runtime._torch import storage_id
 from tests.runtime.models import DIM, Batch, Block, cross_entropy, make, tokens, vectors
 from tests.runtime.models_meta import UNITS, WRONG, MetaModel, Rotary, by_hand, wrong_model
 from tests.runtime.reference import Reference, check_bit_equal, check_close, check_tensors
@@ -138,16 +139,20 @@ class LiveBytes(TorchDispatchMode):
         """Run an operator and count."""
         result: object = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not result.is_meta:
-            self._tensors.append(weakref.ref(result))
-            self.peak = max(self.peak, self.now())
+            given = {storage_id(arg) for arg in args if isinstance(arg, Tensor)}
+            alive = self._alive()
+            # A view of what was there before the mode is none that was made.
+            if storage_id(result) not in given or storage_id(result) in alive:
+                self._tensors.append(weakref.ref(result))
+                alive[storage_id(result)] = result.untyped_storage().nbytes()
+            self.peak = max(self.peak, sum(alive.values()))
         return result
 
-    def now(self) -> int:
-        """Return the bytes that live now."""
+    def _alive(self) -> dict[int, int]:
+        """Return the bytes of each storage that lives now."""
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
         self._tensors = [weakref.ref(tensor) for tensor in alive]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in alive}
-        return sum(storages.values())
+        return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in alive}
 
 
 def peak_of_init(rank: int, world_size: int, num_layers: int, broadcast: bool) -> tuple[int, int, int]:
