@@ -8,7 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
+from torch.distributed.tensor import DTensor
 
 from functional_fsdp import (
     LossScale,
@@ -81,6 +85,42 @@ def load_plain(rank: int, world_size: int, path: str, strategy: str, weights: Te
     assert state.step == 0 and state.fsdp.orders == ()
     assert all(not tensor.any() for kept in state.opt_state.values() for tensor in kept.values())
     program.train(state, range(2))
+
+
+def save_fsdp2(rank: int, world_size: int, path: str) -> Full:
+    """Train with PyTorch's FSDP2 and save with its own functions; return what was saved, whole."""
+    model = GPT.make()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for module in model.modules():
+        if isinstance(module, GPT.units):
+            fsdp2_shard(module, mesh=mesh)
+    fsdp2_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.autograd.backward(GPT.loss(model, GPT.batch(step, rank, torch.float64)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    kept = of_optimizer["state"]
+    assert isinstance(kept, dict)
+    dcp_save({"model": weights, "optimizer": {"state": kept}}, checkpoint_id=path)
+    full = {"model": {name: whole(param) for name, param in model.named_parameters()}}
+    return full | {kind: {name: whole(kept[name][kind]) for name in kept} for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def load_fsdp2(rank: int, world_size: int, path: str, strategy: str, want: Full) -> None:
+    """Load a checkpoint of FSDP2, with the optimizer's tensors."""
+    program = make_program(rank, world_size, strategy, GPT, seed=8)
+    state = load_checkpoint(program.fsdp, path)
+    check_same("loaded", program.full(state), want)
+    assert state.step == 3, "as the optimizer counted"
+    program.train(state, range(3, 4), GPT)
 
 
 def goes_on(rank: int, world_size: int, path: str, strategy: str, scenario: Scenario) -> None:

@@ -67,6 +67,12 @@ def test_c4_plain_pytorch_writes_it(worlds: Worlds, tmp_path: Path) -> None:
     worlds(1).run(cases.load_plain, str(tmp_path / "plain"), "ddp", weights)
 
 
+def test_c4_fsdp2_writes_it(worlds: Worlds, tmp_path: Path) -> None:
+    want = worlds(2).run(cases.save_fsdp2, str(tmp_path / "saved"))[0]
+    worlds(4).run(cases.load_fsdp2, str(tmp_path / "saved"), "zero3", want)
+    worlds(1).run(cases.load_fsdp2, str(tmp_path / "saved"), "ddp", want)
+
+
 def test_c4_an_optimizer_without_tensors(worlds: Worlds, tmp_path: Path) -> None:
     want = worlds(2).run(cases.save, str(tmp_path / "saved"), "zero3", "sgd")[0]
     worlds(1).run(cases.load, str(tmp_path / "saved"), "zero3", want, optimizer="sgd")

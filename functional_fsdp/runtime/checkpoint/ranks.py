@@ -83,7 +83,16 @@ class SavingRanks:
             mine = work()
         except Exception as raised:
             error, mine = raised, _Failure(f"rank {self.ranks[self.index]}: {_reason(raised)}")
-        answer = self._join(mine, join, undo) if self.is_first else self._ask(mine)
+        try:
+            answer = self._join(mine, join, undo) if self.is_first else self._ask(mine)
+        except RuntimeError as lost:
+            if isinstance(lost, FsdpError):
+                raise
+            expected, instead = (
+                "the store of the process group to answer",
+                "its server, rank 0 or the launcher, has ended",
+            )
+            raise PeerFault(unexpected("save_checkpoint", expected, str(lost), instead)) from None
         if not isinstance(answer, _Failure):
             return answer
         if isinstance(error, FsdpError) and not isinstance(error, CheckpointError):

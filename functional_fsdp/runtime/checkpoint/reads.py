@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from functional_fsdp.core.errors import CheckpointError, unexpected
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.checkpoint.boxes import Box, fill, narrow_to, overlap
-from functional_fsdp.runtime.checkpoint.saved import Saved, SavedChunk, SavedTensor
+from functional_fsdp.runtime.checkpoint.saved import Saved, SavedChunk, SavedTensor, check_unchanged
 from functional_fsdp.runtime.checkpoint.tensor_file import FileSlice, elements_start
 
 _DAMAGED = "it is damaged: load another"
@@ -90,29 +91,38 @@ class Reads:
         """Read all, file by file from begin to end.
 
         Raises:
-            CheckpointError: something there is not what the metadata says.
+            CheckpointError: something there is not what the metadata says, or the checkpoint was replaced meanwhile.
         """
-        for _, read in sorted(self._reads.items()):
-            file = self._saved.directory / read.chunk.file
-            where = f"{file}: {read.name!r} in bytes {read.chunk.start} to {read.end}"
-            expected = f"a tensor of {read.dtype} {[*read.chunk.box.sizes]}"
-            try:
-                with open(file, "rb", buffering=0) as stream:
-                    got = _read(FileSlice(stream, read.chunk), read)
-            except pickle.UnpicklingError as error:
-                # Not from it: PyTorch's text goes on to advise to load the file with all that it may run.
-                raise CheckpointError(unexpected(where, expected, _refused(error), _DAMAGED)) from None
-            except Exception as error:
-                got = f"{type(error).__name__}: {_first_line(str(error))}"
-                raise CheckpointError(unexpected(where, expected, got, _DAMAGED)) from error
-            if got is not None:
-                raise CheckpointError(unexpected(where, expected, got, _DAMAGED))
+        try:
+            for _, read in sorted(self._reads.items()):
+                self._run_one(read)
+        except CheckpointError:
+            check_unchanged(self._saved)
+            raise
+        check_unchanged(self._saved)
+
+    def _run_one(self, read: Read) -> None:
+        file = self._saved.directory / read.chunk.file
+        where = f"{file}: {read.name!r} in bytes {read.chunk.start} to {read.end}"
+        expected = f"a tensor of {read.dtype} {[*read.chunk.box.sizes]}"
+        try:
+            with open(file, "rb", buffering=0) as stream:
+                got = _read(FileSlice(stream, read.chunk), read)
+        except pickle.UnpicklingError as error:
+            # Not from it: PyTorch's text goes on to advise to load the file with all that it may run.
+            raise CheckpointError(unexpected(where, expected, _refused(error), _DAMAGED)) from None
+        except Exception as error:
+            got = f"{type(error).__name__}: {_first_line(str(error))}"
+            raise CheckpointError(unexpected(where, expected, got, _DAMAGED)) from error
+        if got is not None:
+            raise CheckpointError(unexpected(where, expected, got, _DAMAGED))
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """Return what PyTorch says of a pickle that is not only tensors, e.g. that it names a function."""
-    _, _, reason = str(error).rpartition("WeightsUnpickler error:")
-    return f"a pickle that is refused: {_first_line(reason).partition('. ')[0]}"
+    """Return what PyTorch says of a pickle that is not only tensors, e.g. which function it names, without advice."""
+    told, _, _ = str(error).partition("\n\nCheck the documentation")
+    reason = re.split(r"WeightsUnpickler error:|\n\n", told)[-1]
+    return f"a pickle that is refused: {_first_line(reason).partition('. ')[0].rstrip('.')}"
 
 
 def _first_line(text: str) -> str:

@@ -96,12 +96,7 @@ def read_saved(directory: Path) -> Saved:
         CheckpointError: it cannot be read, names something that is no record of DCP, or is damaged.
     """
     file = directory / METADATA
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            unexpected(str(file), "a file", error.strerror or str(error), "see its rights")
-        ) from error
+    text = _read(file)
     try:
         metadata: object = _Unpickler(BytesIO(text), file).load()
         tensors = {tensor.name: tensor for tensor in _tensors(metadata, file)}
@@ -113,7 +108,30 @@ def read_saved(directory: Path) -> Saved:
         raise CheckpointError(
             unexpected(str(file), "metadata of a checkpoint", got, "it is damaged: load another")
         ) from error
-    return Saved(directory, tensors, blake2b(text, digest_size=16).hexdigest())
+    return Saved(directory, tensors, _digest(text))
+
+
+def check_unchanged(saved: Saved) -> None:
+    """Check that a checkpoint is still the one that was read: each save writes other metadata.
+
+    Raises:
+        CheckpointError: it was replaced in between, so that what was read may be of both.
+    """
+    if _digest(_read(saved.metadata_file)) != saved.digest:
+        expected, got = "it to stay as it is while it is read", "another save, which replaced it"
+        raise CheckpointError(unexpected(str(saved.directory), expected, got, "load it again"))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        got, instead = error.strerror or str(error), "see its rights, and whether it was replaced meanwhile"
+        raise CheckpointError(unexpected(str(file), "a file", got, instead)) from error
+
+
+def _digest(text: bytes) -> str:
+    return blake2b(text, digest_size=16).hexdigest()
 
 
 class _Unpickler(pickle.Unpickler):
