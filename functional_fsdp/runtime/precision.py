@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -60,8 +61,10 @@ def check_precisions(modules: Iterable[nn.Module], of_units: UnitPrecision) -> N
     Raises:
         ValueError: it is not.
     """
-    units = tuple(modules)
-    given: Mapping[nn.Module | type[nn.Module], object] = of_units
+    units, given = tuple(modules), cast("object", of_units)
+    if not isinstance(given, Mapping):
+        expected, instead = "a dict of units and their Precision", "pass e.g. {nn.LayerNorm: Precision()}"
+        raise ValueError(unexpected("fully_shard: unit_precision", expected, repr(given), instead))
     for choice, precision in given.items():
         is_known = any(
             choice is module or (isinstance(choice, type) and isinstance(module, choice)) for module in units

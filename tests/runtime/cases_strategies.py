@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,31 +11,39 @@ import torch
 from functional_fsdp import LogEntry, PrefetchPolicy
 from functional_fsdp.core.effects import ReduceGrads as ReduceEffect
 from functional_fsdp.core.effects import ReduceOuter, RefreshShard, Unshard
-from tests.runtime.reference import NotEqual, Tensors, check_bit_equal
+from tests.runtime.reference import Tensors, check_bit_equal
 from tests.runtime.strategies import Setup, StrategyTwins, counted_launches, make_optimizer, shard
 from tests.runtime.strategies_formula import axes_of
 
 NUM_STEPS = 10
 
 
+@contextmanager
+def told(setup: Setup) -> Iterator[None]:
+    """Let an error say which setup it is of."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{setup}")
+        raise
+
+
 def ten_steps(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
     """Compare ten steps of each setup with training by hand: losses, first gradients, last weights."""
     for setup in setups:
-        twins = StrategyTwins(rank, world_size, setup)
-        try:
+        with told(setup):
+            twins = StrategyTwins(rank, world_size, setup)
             for step in range(NUM_STEPS):
                 twins.train(step, check_grads=step == 0, check_weights=step == NUM_STEPS - 1)
-        except NotEqual as error:
-            error.add_note(f"{setup}")
-            raise
 
 
 def equal_bits(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
     """Compare each setup with training by hand, to the last bit."""
     for setup in setups:
-        twins = StrategyTwins(rank, world_size, setup)
-        for step in range(3):
-            twins.train(step, exact=True)
+        with told(setup):
+            twins = StrategyTwins(rank, world_size, setup)
+            for step in range(3):
+                twins.train(step, exact=True)
 
 
 def bits_of(rank: int, world_size: int, setup: Setup, num_steps: int = 4) -> Tensors:

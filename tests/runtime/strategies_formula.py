@@ -18,7 +18,9 @@ TWO_AXES = ("hsdp", "hfsdp", "zero1+zero3", "ddp+zero2", "zero1+zero2", "ddp+zer
 ALL_TO_ALL_AND_GATHER = 2
 """Launches of an all-reduce on gloo."""
 NUM_SLOTS = 2
-"""Reductions in flight at once, each with a staging slot: what is sent and what is received."""
+"""Reductions in flight at once, each with a staging slot."""
+SEND_AND_RECEIVE = 2
+"""A slot has room for what is sent and for what is received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +104,21 @@ class Model:
     num_frozen: int = 0
 
 
-def resting_nbytes(model: Model, strategy: str, sizes: Sequence[int], *, reduce_itemsize: int = 4) -> float:
-    """Return the bytes that a rank holds between iterations, with AdamW and padding left out.
+def resting_nbytes(model: Model, strategy: str, sizes: Sequence[int]) -> float:
+    """Return the bytes of a rank's state with AdamW, padding left out.
 
-    Weights of the optimizer, its two moments for what trains, and the staging slots: two for the largest unit, each
-    what is sent and what is received.
+    They are weights of the optimizer, and its two moments for what trains.
     """
     numel = sum(model.numels)
-    state = 4 * numel + 8 * (numel - model.num_frozen)
-    staging = NUM_SLOTS * 2 * reduce_itemsize * max(model.numels)
-    return state / num_shards(strategy, sizes) + staging
+    return (4 * numel + 8 * (numel - model.num_frozen)) / num_shards(strategy, sizes)
+
+
+def staging_nbytes(model: Model, itemsize: int) -> int:
+    """Return the bytes of the staging slots, for the largest unit each, padding left out.
+
+    A rank keeps them between iterations, beside its state.
+    """
+    return NUM_SLOTS * SEND_AND_RECEIVE * itemsize * max(model.numels)
 
 
 def kept_peak_nbytes(model: Model, strategy: str, sizes: Sequence[int], *, itemsize: int, casts: bool) -> int:
