@@ -245,6 +245,13 @@ def call_without_torch_function(
         return func(*args, **kwargs)
 
 
+get_grad: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
+"""Returns what autograd has accumulated, also of a parameter whose class hides it."""
+
+set_grad: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
+"""Writes or, with None, drops it."""
+
+
 def current_graph_task_id() -> int | None:
     """Return the id of the backward pass that this thread runs in, None outside any."""
     task = torch._C._current_graph_task_id()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from functional_fsdp.core.errors import PlaceholderError
 from functional_fsdp.core.ids import UnitId
 from functional_fsdp.runtime import _torch
-from functional_fsdp.runtime.placeholder import user_attributes
+from functional_fsdp.runtime.installed import make_installed
 from functional_fsdp.sharding.layout import BucketLayout, Piece
 from functional_fsdp.sharding.strategy import Strategy
 
@@ -109,6 +109,7 @@ def make_params(
     device: torch.device,
     *,
     in_place: bool,
+    delayed: bool,
 ) -> tuple[tuple[nn.Parameter, ...], list[Tensor]]:
     """Make the parameters to install, and each bucket's full storage with nothing behind it yet.
 
@@ -118,6 +119,7 @@ def make_params(
         dtypes: in which each bucket computes.
         device: of the full storage.
         in_place: whether there is no full storage.
+        delayed: whether the caller writes gradients of the unit.
     """
     params: dict[int, nn.Parameter] = {}
     fulls: list[Tensor] = []
@@ -126,9 +128,10 @@ def make_params(
         alias = full.data
         for place in layout.ranges:
             empty = alias if in_place else alias.narrow(0, place.start, place.param.numel).view(place.param.shape)
-            param = nn.Parameter(empty.detach(), requires_grad=place.param.trains)
-            vars(param).update(user_attributes(originals[place.index]))
-            params[place.index] = param
+            spec, original = place.param, originals[place.index]
+            params[place.index] = make_installed(
+                spec.name, empty.detach(), original, trains=spec.trains, delayed=delayed
+            )
         _torch.resize_storage(full, 0)
         fulls.append(full)
     return tuple(params[index] for index in range(len(originals))), fulls

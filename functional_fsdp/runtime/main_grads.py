@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functional_fsdp.core.errors import GradientError
 from functional_fsdp.core.ids import UnitId
+from functional_fsdp.runtime._torch import get_grad, set_grad
 from functional_fsdp.runtime.buffers import Bucket, Buffers
 
 
@@ -73,7 +74,7 @@ class MainGrads:
     def missing(self, unit: UnitId) -> tuple[int, ...]:
         """Return the indices of the unit's trainable parameters that have no gradient."""
         tensors = self._buffers.units[unit]
-        return tuple(index for index in tensors.trainable if tensors.params[index].grad is None)
+        return tuple(index for index in tensors.trainable if get_grad(tensors.params[index]) is None)
 
     def accumulate(self, unit: UnitId, first: bool, missing: tuple[int, ...]) -> None:
         """Add the unit's gradients to its local sum, in the dtype that they are reduced in, and drop them."""
@@ -114,7 +115,7 @@ class MainGrads:
         """Forget everything of the running iteration."""
         for tensors in self._buffers.units:
             for param in tensors.params:
-                param.grad = None
+                set_grad(param, None)
         self.begin()
         self._pools, self._staging = {}, {}
 
@@ -171,12 +172,12 @@ class MainGrads:
         """Return the gradients of a bucket that are there, with their parameters' indices, and drop them."""
         params = self._buffers.units[unit].params
         present = [index for index in views if index not in missing]
-        grads = [grad for index in present if (grad := params[index].grad) is not None]
+        grads = [grad for index in present if (grad := get_grad(params[index])) is not None]
         if len(grads) != len(present):
             name = self._buffers.units[unit].name
             raise GradientError(f"gradients of {name!r}: expected those that were counted, got fewer; one was removed.")
         for index in views:
-            params[index].grad = None
+            set_grad(params[index], None)
         return present, grads
 
     def _prepare(self, unit: UnitId, slot: int) -> tuple[Staging, ...]:

@@ -88,7 +88,7 @@ def _unit_tensors(
     mains = [unit.params[layout.ranges[0].index].dtype for layout in layouts]
     computes = [precision.compute_dtype(main) for main in mains]
     in_place = strategy.num_shards == 1 and mains == computes
-    params, fulls = make_params(unit.params, layouts, computes, device, in_place=in_place)
+    params, fulls = make_params(unit.params, layouts, computes, device, in_place=in_place, delayed=unit.delayed_grads)
     buckets = [
         Bucket(layout, cut_pieces, main, precision.reduce_dtype(main), full)
         for layout, cut_pieces, main, full in zip(layouts, pieces, mains, fulls, strict=True)
