@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -156,6 +157,24 @@ def orders_of_another_model(rank: int, world_size: int, path: str) -> None:
     check_same("loaded", other.full(loaded), program.full(state))
     assert loaded.fsdp.orders == () and loaded.step == 2
     other.train(loaded, range(2, 4), flat)
+
+
+def unfrozen(rank: int, world_size: int, path: str) -> None:
+    """Save before and after the first update of what was unfrozen: with nothing of the optimizer's, then with a step."""
+    program = make_program(rank, world_size)
+    fsdp, state = program.fsdp.unfreeze(program.train(program.state, range(2)), ["frozen"])
+    program = replace(program, fsdp=fsdp)
+    for steps in (range(2, 2), range(2, 3)):
+        state = program.train(state, steps)
+        save_checkpoint(state, path)
+        for optimizer in (None, program.optimizer):
+            loaded = load_checkpoint(fsdp, path, optimizer)
+            check_same("loaded", program.full(loaded), program.full(state))
+            assert loaded.opt_state.keys() == state.opt_state.keys()
+            for key, kept in state.opt_state.items():
+                assert loaded.opt_state[key].keys() == kept.keys(), key
+                assert kept == {} or torch.equal(loaded.opt_state[key]["step"], kept["step"])
+    program.train(loaded, range(3, 5))
 
 
 def beside_tensors(rank: int, world_size: int, path: str) -> None:

@@ -93,6 +93,10 @@ def test_orders_are_of_one_model(worlds: Worlds, tmp_path: Path) -> None:
     worlds(2).run(cases.orders_of_another_model, str(tmp_path / "saved"))
 
 
+def test_what_was_unfrozen_has_its_own_step(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(2).run(cases.unfrozen, str(tmp_path / "saved"))
+
+
 def test_what_is_beside_tensors_comes_back(worlds: Worlds, tmp_path: Path) -> None:
     worlds(2).run(cases.beside_tensors, str(tmp_path / "saved"))
 

@@ -130,9 +130,11 @@ class Loading:
             return
         fresh = None if optimizer is None else optimizer.init({key: flat[:0] for key, flat in self._params.items()})
         wanted = match_optimizer(saved, self._fsdp.layout, matched, self._record, fresh)
+        # Of what was unfrozen there is nothing before its first update: an empty entry would be taken for its state.
         self._opt_state = {
             key: {kept.name: self._kept(reads, key, kept, matched) for kept in tensors}
             for key, tensors in wanted.items()
+            if tensors or "+" not in key
         }
 
     def _kept(self, reads: Reads, key: str, kept: OptimizerTensor, matched: Matched) -> Tensor:

@@ -104,6 +104,7 @@ def match_optimizer(
         CheckpointError: the parameters of a key differ in what they have, or have other tensors than the optimizer.
     """
     scalars = _scalars(layout, matched, record, fresh or {})
+    any_kept = any(matched.optimizer.values())
     tensors: dict[str, tuple[OptimizerTensor, ...]] = {}
     for param in layout.params:
         found = matched.optimizer[param.name]
@@ -118,7 +119,9 @@ def match_optimizer(
                 for name, tensor in found.items()
             ),
         )
-        names = {*(fresh or {}).get(param.key, ())} or {kept.name for kept in wanted}
+        # Of a key that was never updated nothing may be there yet.
+        made = (fresh or {}).get(param.key, {}) if wanted or not any_kept else {}
+        names = {*made} or {kept.name for kept in wanted}
         if found.keys() != names:
             raise _unfit(saved, f"optimizer tensors {_listed(sorted(names))} of {param.name!r}", _listed(found))
         for kept in wanted:
