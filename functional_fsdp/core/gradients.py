@@ -67,7 +67,8 @@ def _reduce(draft: Draft, unit: UnitId, missing: Indices | None, is_last: bool) 
     grads = draft.grads
     reduction = ReduceGrads(unit, slot, bool(grads.reduced & bit))
     draft.effects += PackSum(unit, slot) if missing is None else PackGrads(unit, slot, missing), reduction
-    units = grads.reduced | bit, grads.unwritten & ~bit, grads.summed & ~bit, grads.last | bit * is_last, grads.outer
+    last = grads.last | bit * (is_last and draft.spec.reduce.has_outer)
+    units = grads.reduced | bit, grads.unwritten & ~bit, grads.summed & ~bit, last, grads.outer
     draft.grads = Grads(grads.pending, True, (*grads.reducing, reduction), *units)
 
 
@@ -77,12 +78,12 @@ def _wait_oldest(draft: Draft) -> None:
     oldest, reducing = grads.reducing[0], grads.reducing[1:]
     draft.effects.append(WaitReduce(oldest.unit, oldest.slot))
     draft.grads = replace(grads, reducing=reducing)
-    if grads.last >> oldest.unit & 1 and all(later.unit != oldest.unit for later in reducing):
+    if (grads.last & ~grads.summed) >> oldest.unit & 1 and all(later.unit != oldest.unit for later in reducing):
         _reduce_outer(draft, oldest.unit)
 
 
 def _reduce_outer(draft: Draft, unit: UnitId) -> None:
-    """Reduce over the outer axis, if there is one. That it comes twice takes a replay that left its order."""
+    """Reduce over the outer axis, if there is one: twice if what seemed last was not (divergence, dropped output)."""
     grads, bit = draft.grads, 1 << unit
     if draft.spec.reduce.has_outer:
         is_second = bool(grads.outer & bit)

@@ -66,8 +66,8 @@ class Grads:
     ``ModelSpec.backward``; see ``num_pending``. ``started``: whether any backward use has opened or any reduction was
     launched. ``reducing`` are the reductions in flight, oldest first. The rest are units, as the bits of an int:
     ``reduced`` those with a gradient reduced over the inner axis, ``unwritten`` those whose delayed gradients the caller
-    has yet to write, ``summed`` those with a local sum, ``last`` those whose last reduction over the inner axis was
-    launched, ``outer`` those with a reduction over the outer axis in flight, which took what was in ``reduced``.
+    has yet to write, ``summed`` those with a local sum. With an outer axis, ``last`` are those whose last reduction over
+    the inner one was launched, ``outer`` those with one over the outer in flight, which took what was in ``reduced``.
     """
 
     pending: Counts = Counts()

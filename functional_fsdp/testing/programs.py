@@ -276,8 +276,9 @@ def random_program(seed: int, max_iterations: int = 7) -> Program:
         if rng.random() < 0.15:
             schedules[key] = random_schedule(rng, spec)
         calls = schedules[key]
-        if rng.random() < 0.1:
-            calls = random_schedule(rng, spec)
+        if rng.random() < 0.15:
+            goes_on = calls if rng.random() < 0.5 else ()
+            calls = (*goes_on, *random_schedule(rng, spec))
         calls = (call("begin_iteration", key, rerecord=rng.random() < 0.05), *calls, call("finish_grad_sync"))
         if rng.random() < 0.1:
             calls += tuple(forward(random_node(rng, spec, UnitId(0)), evaluating=rng.random() < 0.5))

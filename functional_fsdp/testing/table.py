@@ -6,6 +6,7 @@ Lines begin with the number of the invariant that is broken; ``invariants`` list
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 from functional_fsdp.core.effects import (
@@ -25,7 +26,7 @@ from functional_fsdp.core.spec import ModelSpec
 from functional_fsdp.testing.grad_table import GradTable
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GatheredUnit:
     """A unit's storage in the table.
 
@@ -47,8 +48,8 @@ class EffectTable:
         spec: of the model.
         grads: where gradients are.
         ordered: whether gathers are ordered after the optimizer's writes.
-        refreshed: units whose shard to gather from was written in this iteration.
         gathered: full storage by unit.
+        refreshed: units, as the bits of an int, whose shard to gather from was written in this iteration.
         once: units gathered in this iteration.
         in_place: units whose parameters are bound to the state's own weights.
         peak_nbytes: most bytes of full storage at one time.
@@ -60,10 +61,10 @@ class EffectTable:
         self.spec = spec
         self.grads = GradTable(spec)
         self.ordered = False
-        self.refreshed: set[UnitId] = set()
         self.gathered: dict[UnitId, GatheredUnit] = {}
-        self.once: set[UnitId] = set()
-        self.in_place: set[UnitId] = set()
+        self.refreshed = 0
+        self.once = 0
+        self.in_place = 0
         self.peak_nbytes = 0
 
     @property
@@ -78,10 +79,8 @@ class EffectTable:
 
     def copy(self) -> EffectTable:
         """Return a table that goes on from here by itself."""
-        other = EffectTable(self.spec)
-        other.grads, other.ordered, other.peak_nbytes = self.grads.copy(), self.ordered, self.peak_nbytes
-        other.refreshed, other.once, other.in_place = set(self.refreshed), set(self.once), set(self.in_place)
-        other.gathered = {unit: GatheredUnit(g.waited, g.installed, g.used) for unit, g in self.gathered.items()}
+        other = copy(self)
+        other.grads, other.gathered = self.grads.copy(), dict(self.gathered)
         return other
 
     def apply(self, effect: Effect) -> Iterable[str]:
@@ -89,17 +88,18 @@ class EffectTable:
         match effect:
             case OrderAfterUpdate():
                 self.ordered = True
-                self.refreshed, self.once = set(), set()
+                self.refreshed, self.once = 0, 0
                 self.grads.begin()
             case RefreshShard(unit):
                 yield from self._refresh(unit)
             case Unshard(unit):
                 yield from self._unshard(unit)
             case WaitUnshard(unit):
-                gathered = self.gathered.get(unit, GatheredUnit(waited=True))
-                if gathered.waited:
+                gathered = self.gathered.get(unit)
+                if gathered is None or gathered.waited:
                     yield f"T7: {effect}: no gather of it is in flight"
-                gathered.waited = True
+                else:
+                    self.gathered[unit] = GatheredUnit(True, gathered.installed, gathered.used)
             case Install(unit) | Uninstall(unit):
                 yield from self._bind(effect, unit)
             case Reshard(unit):
@@ -111,10 +111,10 @@ class EffectTable:
                 elif freed.installed:
                     yield f"T2: {effect}: its parameters are installed"
             case Report():
-                self.grads.diverged = True
+                self.grads.surprised = True
             case Reset():
-                self.grads, self.gathered, self.in_place = GradTable(self.spec), {}, set()
-                self.ordered, self.refreshed, self.once = False, set(), set()
+                self.grads, self.gathered, self.in_place = GradTable(self.spec), {}, 0
+                self.ordered, self.refreshed, self.once = False, 0, 0
             case _:
                 yield from self.grads.apply(effect)
 
@@ -123,24 +123,24 @@ class EffectTable:
             yield f"T1: refresh_shard {unit}: not ordered after the optimizer's writes"
         if not self.spec.units[unit].refreshes or self._is_in_place(unit):
             yield f"T1: refresh_shard {unit}: its gathers read the state's own shard"
-        if unit in self.refreshed:
+        if self.refreshed >> unit & 1:
             yield f"T1: refresh_shard {unit}: written again in one iteration"
-        self.refreshed.add(unit)
+        self.refreshed |= 1 << unit
 
     def _unshard(self, unit: UnitId) -> Iterable[str]:
         described = self.spec.units[unit]
         if not self.ordered:
             yield f"T1: unshard {unit}: not ordered after the optimizer's writes"
-        if described.refreshes and unit not in self.refreshed:
+        if described.refreshes and not self.refreshed >> unit & 1:
             yield f"T1: unshard {unit}: the shard that it reads was not written"
         if unit in self.gathered:
             yield f"T7: unshard {unit}: it is gathered already"
-        elif described.kept and unit in self.once:
+        elif described.kept and self.once >> unit & 1:
             yield f"T7: unshard {unit}: it is kept, and was gathered in this iteration"
         if not described.nbytes:
             yield f"T7: unshard {unit}: it has no weights to gather"
         self.gathered[unit] = GatheredUnit()
-        self.once.add(unit)
+        self.once |= 1 << unit
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         budget = self.spec.policy.max_unsharded_nbytes
         if budget is not None and self.nbytes > budget:
@@ -149,16 +149,15 @@ class EffectTable:
     def _bind(self, effect: Install | Uninstall, unit: UnitId) -> Iterable[str]:
         gathered, installs = self.gathered.get(unit), isinstance(effect, Install)
         if self._is_in_place(unit):
-            if (unit in self.in_place) is installs:
+            if bool(self.in_place >> unit & 1) is installs:
                 yield f"T1: {effect}: it is so already"
-            self.in_place ^= {unit}
+            self.in_place ^= 1 << unit
         elif gathered is None or not gathered.waited:
             yield f"T1: {effect}: its gather was not waited for"
         elif gathered.installed is installs:
             yield f"T1: {effect}: it is so already"
         if gathered is not None:
-            gathered.installed = installs
-            gathered.used = gathered.used or installs
+            self.gathered[unit] = GatheredUnit(gathered.waited, installs, gathered.used or installs)
 
     def _is_in_place(self, unit: UnitId) -> bool:
         described = self.spec.units[unit]

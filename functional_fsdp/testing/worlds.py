@@ -142,7 +142,8 @@ def random_world(seed: int) -> World:
         everyone = [(begin, *schedules[key], *end)] * num_ranks
         mishap, other = rng.random(), rng.randrange(num_ranks)
         if mishap < 0.15:
-            changed = (begin, *random_schedule(rng, spec, traits), *end)
+            goes_on = schedules[key] if rng.random() < 0.5 else ()
+            changed = (begin, *goes_on, *random_schedule(rng, spec, traits), *end)
             everyone = [changed if mishap < 0.07 or rank == other else calls for rank, calls in enumerate(everyone)]
         elif mishap < 0.3:
             cuts = [rng.randrange(1, len(everyone[0])) for _ in everyone]

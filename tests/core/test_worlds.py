@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
+from typing import get_args
 
 import pytest
 
-from functional_fsdp.core.effects import PackGrads, ReduceGrads, Report, Unshard
+from functional_fsdp.core.effects import AccumulateGrads, Effect, PackGrads, ReduceGrads, Unshard
 from functional_fsdp.core.policy import PrefetchOrder
+from functional_fsdp.core.spec import ReducePolicy
 from functional_fsdp.core.state import FsdpState, Transition
 from functional_fsdp.testing.programs import BrokenInvariant, Call, Player
 from functional_fsdp.testing.worlds import play_world, random_world
@@ -35,9 +38,16 @@ def facts_of(player: Player) -> set[str]:
         open_backwards = 0 if played.hook in ("backward_end", "begin_iteration") else open_backwards
         met |= {played.hook} | {f"{name} {value}" for name, value in played.facts if isinstance(value, bool)}
         met |= {"missing"} if any(isinstance(e, PackGrads) and e.missing for e in done.effects) else set()
-        met |= {"report"} if any(isinstance(e, Report) for e in done.effects) else set()
+        met |= (
+            {"missing in a sum"} if any(isinstance(e, AccumulateGrads) and e.missing for e in done.effects) else set()
+        )
+        met |= {type(effect).__name__ for effect in done.effects}
+        in_backward = played.hook in ("post_backward", "backward_end", "grads_written")
+        met |= {f"{type(e).__name__} in backward" for e in done.effects if in_backward}
         met |= {"forward in backward"} if open_backwards > 0 and played.hook == "pre_forward" else set()
         met |= {"three live"} if len(before.live) > 2 else set()
+        kept = [u for u in before.live if player.spec.units[u.unit].kept]
+        met |= {"two kept under a budget"} if len(kept) > 1 and player.spec.policy.max_unsharded_nbytes else set()
     return met
 
 
@@ -50,14 +60,20 @@ def test_random_worlds_have_everything() -> None:
         met.update([policy.order.value, f"budget {policy.max_unsharded_nbytes is not None}"])
         met.update([f"{len([unit for unit in world.spec.units if unit.parent is None]) > 1} chunks"])
         met.update(["pickled"] if any(world.pickled) else [])
+        met.update([f"kinds {(u.kept, u.refreshes, u.nbytes < u.numel)}" for u in world.spec.units])
+        met.update([str(world.spec.reduce)])
         met.update([f"one differs {any(len(set(everyone)) > 1 for everyone in world.iterations)}"])
         for player in play_world(world):
             met.update(facts_of(player))
     expected = {order.value for order in PrefetchOrder} | {"budget True", "budget False", "True chunks", "pickled"}
-    expected |= {"one differs True", "missing", "report", "forward in backward", "three live", "abort_iteration"}
+    expected |= {"one differs True", "missing", "forward in backward", "three live", "abort_iteration"}
     expected |= {"pre_recompute", "evaluating True", "host_sync True", "host_sync False", "rerecord True"}
     expected |= {"grads_written", "grads_complete", "boundary", "backward_end"}
-    assert {name for name in expected if met[name] < 3} == set()
+    expected |= {kind.__name__ for kind in get_args(Effect)}
+    expected |= {"missing in a sum", "ReduceOuter in backward", "PackSum in backward"}
+    expected |= {str(ReducePolicy(*both)) for both in product((False, True), repeat=2)} | {"two kept under a budget"}
+    expected |= {f"kinds {kinds}" for kinds in product((False, True), repeat=3)}
+    assert {name: met[name] for name in expected if met[name] < 3} == {}
 
 
 def skips_missing(before: FsdpState, played: Call, transition: Transition) -> Transition:
