@@ -19,7 +19,7 @@ NUM_STEPS = 10
 
 
 @contextmanager
-def told(setup: Setup) -> Iterator[None]:
+def noted(setup: Setup) -> Iterator[None]:
     """Let an error say which setup it is of."""
     try:
         yield
@@ -31,7 +31,7 @@ def told(setup: Setup) -> Iterator[None]:
 def ten_steps(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
     """Compare ten steps of each setup with training by hand: losses, first gradients, last weights."""
     for setup in setups:
-        with told(setup):
+        with noted(setup):
             twins = StrategyTwins(rank, world_size, setup)
             for step in range(NUM_STEPS):
                 twins.train(step, check_grads=step == 0, check_weights=step == NUM_STEPS - 1)
@@ -40,7 +40,7 @@ def ten_steps(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
 def equal_bits(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
     """Compare each setup with training by hand, to the last bit."""
     for setup in setups:
-        with told(setup):
+        with noted(setup):
             twins = StrategyTwins(rank, world_size, setup)
             for step in range(3):
                 twins.train(step, exact=True)
