@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
 from functional_fsdp.core.ids import Key, UnitId
 from functional_fsdp.core.policy import PrefetchOrder, PrefetchPolicy
-from functional_fsdp.core.spec import ModelSpec, UnitSpec, model_spec
+from functional_fsdp.core.spec import ModelSpec, ReducePolicy, UnitSpec, model_spec
 from functional_fsdp.testing.programs import Call, Node, Player, backward, call, forward, small_spec
 
 ROOT, A, B, C = map(UnitId, range(4))
@@ -42,6 +43,11 @@ def play_iterations(spec: ModelSpec, *iterations: Iterable[Call]) -> Player:
     for calls in iterations:
         iterate(player, calls)
     return player
+
+
+def like(spec: ModelSpec, reduce: ReducePolicy, **changes: bool | int) -> ModelSpec:
+    """Return the same model with another reduction, and each unit changed."""
+    return model_spec([replace(unit, **changes) for unit in spec.units], spec.policy, reduce)  # type: ignore[arg-type]
 
 
 def registration() -> Player:
@@ -203,12 +209,50 @@ def aborted() -> Player:
     return player
 
 
+def replicated_outside() -> Player:
+    """HSDP, two microbatches: a replay reduces over the outer axis once a unit's last gradients are over the inner one."""
+    calls = step(model(A, B, C), model(A, B, C))
+    spec = like(small_spec((0, 8, 8, 8), RECORDED), ReducePolicy(has_outer=True))
+    return play_iterations(spec, calls, calls)
+
+
+def left_after_outer() -> Player:
+    """HSDP: a microbatch more than recorded: what was reduced over the outer axis is added to, and reduced again."""
+    calls = step(model(A, B, C))
+    spec = like(small_spec((0, 8, 8, 8), RECORDED), ReducePolicy(has_outer=True))
+    return play_iterations(spec, calls, (*calls, *step(model(C))))
+
+
+def weights_kept() -> Player:
+    """ZeRO-1 and 2: each unit is gathered once, and freed when the iteration ends."""
+    calls = step(model(A, B), model(A, B))
+    return play_iterations(like(small_spec((4, 8, 8), RECORDED), ReducePolicy(), kept=True), calls, calls)
+
+
+def weights_in_place() -> Player:
+    """DDP: the state holds the full weights, which are installed and not gathered."""
+    return play_iterations(like(small_spec((4, 8)), ReducePolicy(), nbytes=0), step(model(A)))
+
+
+def low_precision() -> Player:
+    """ZeRO-3 in bf16: the shard that gathers read is written once, before the first of them."""
+    calls = step(model(A, B))
+    return play_iterations(like(small_spec((4, 8, 8), RECORDED), ReducePolicy(), refreshes=True), calls, calls)
+
+
+def reduced_at_last() -> Player:
+    """Two microbatches, reduced once: at the end when recorded, after its last backward when replayed."""
+    calls = step(model(A, B), model(A, B))
+    return play_iterations(like(small_spec((0, 8, 8), RECORDED), ReducePolicy(at_last=True)), calls, calls)
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
         registration, registration_out_of_order, recorded_and_replayed, budgets, accumulation, shared_layer,
         evaluation_inside, evaluation_only, divergence, incomplete, stays_on_demand, byte_budget, frozen_half,
         boundaries, recompute_inside, recompute_reentrant, loop_over_one_unit, dropped_output, second_backward,
-        several_roots, aborted,
+        several_roots, aborted, replicated_outside, left_after_outer, weights_kept, weights_in_place, low_precision,
+        reduced_at_last,
     )
 }  # fmt: skip
