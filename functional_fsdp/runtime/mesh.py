@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from functional_fsdp.sharding.placement import Placements
+from functional_fsdp.core.errors import unexpected
+from functional_fsdp.sharding.placement import AxisPlacement, Placements
 
 _RUN = "torchrun --nproc-per-node 2 your_script.py"
 
@@ -64,6 +65,10 @@ def check_mesh(mesh: DeviceMesh, placements: Placements) -> None:
     Raises:
         ValueError: it is not so.
     """
+    given: object = placements
+    if not isinstance(given, tuple) or not all(isinstance(axis, AxisPlacement) for axis in given):
+        expected, instead = "a tuple with an AxisPlacement for each mesh axis", "pass e.g. zero3() or hsdp()"
+        raise ValueError(unexpected("fully_shard: placements", expected, repr(given), instead))
     shape = tuple(mesh.shape)
     if len(shape) != len(placements):
         raise ValueError(

@@ -47,7 +47,13 @@ def check_same(peers: Peers, where: str, lines: Sequence[str]) -> None:
 
 def describe(spec: ModelSpec, buffers: Buffers) -> list[str]:
     """Return lines that say what is sharded and how; models with equal ones have equal collectives."""
+    strategy = buffers.strategy
     lines = [f"policy {spec.policy}", f"{spec.reduce}"]
+    for name, axis in (("inner", strategy.inner), ("outer", strategy.outer)):
+        if axis is not None:
+            kinds = f"params {axis.placement.params.value}, grads {axis.placement.grads.value}"
+            state = axis.placement.optimizer_state.value
+            lines.append(f"{name} axis of {axis.size} ranks: {kinds}, optimizer state {state}")
     for unit, tensors in zip(spec.units, buffers.units, strict=True):
         delayed = " delayed_grads" * unit.delayed_grads
         lines.append(f"unit {unit.name!r} in {unit.parent} divisor={tensors.divisor:g}{delayed}")

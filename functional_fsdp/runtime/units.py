@@ -106,10 +106,12 @@ def declare_divisors(found: Sequence[UnitModule], divisors: Mapping[nn.Module, f
     Raises:
         ValueError: a module is no unit, or a divisor is not a finite number above 0.
     """
-    units: set[object] = {unit.module for unit in found}
-    given: Mapping[nn.Module, object] = divisors
+    units, where = {unit.module for unit in found}, "fully_shard: grad_divisors"
+    given: object = divisors
+    if not isinstance(given, Mapping):
+        instead = "pass e.g. {model.experts: 8.0}"
+        raise ValueError(unexpected(where, "a dict of modules of units and numbers", repr(given), instead))
     for module, divisor in given.items():
-        where = "fully_shard: grad_divisors"
         if module not in units:
             instead = "add it to units=, or name the unit around it"
             raise ValueError(unexpected(where, "the module of a unit", _named(found, module), instead))
