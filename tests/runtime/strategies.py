@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from functional_fsdp import (
     FullySharded,
@@ -62,6 +63,7 @@ class Setup:
     Attributes:
         strategy: axes in `AXES`, outermost first, e.g. "zero1+zero3".
         sizes: of the mesh; None as the suite runs the strategy.
+        ranks: of the mesh, row-major; none for ascending ones.
         scenario: what is trained.
         dtype: of the weights.
         optimizer: name in `OPTIMIZERS`.
@@ -70,12 +72,14 @@ class Setup:
         unit_precision: by module path, "" for the root.
         reduce_grads: after each backward, or at the last.
         num_micro: microbatches in a step.
+        divisors: of units' gradients, by module path.
         grouped: biases are a group without weight decay (AdamW) or with another rate (SGD).
         peer_timeout_s: of every wait.
     """
 
     strategy: str
     sizes: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] = ()
     scenario: Scenario = PAIR
     dtype: torch.dtype = torch.float64
     optimizer: str = "adamw"
@@ -84,6 +88,7 @@ class Setup:
     unit_precision: Mapping[str, Precision] = field(default_factory=dict)
     reduce_grads: ReduceGrads = "each"
     num_micro: int = 1
+    divisors: Mapping[str, float] = field(default_factory=dict)
     grouped: bool = False
     peer_timeout_s: float = 600.0
 
@@ -104,9 +109,11 @@ def placements_of(strategy: str) -> Placements:
 
 def shard(model: nn.Module, setup: Setup, world_size: int) -> FullySharded:
     """Shard a model as `setup` says."""
+    sizes = setup.mesh_sizes(world_size)
+    mesh = DeviceMesh("cpu", torch.tensor(setup.ranks).view(sizes)) if setup.ranks else make_mesh(sizes)
     return fully_shard(
         model,
-        make_mesh(setup.mesh_sizes(world_size)),
+        mesh,
         units=setup.scenario.units,
         placements=placements_of(setup.strategy),
         prefetch=setup.policy,
@@ -114,6 +121,7 @@ def shard(model: nn.Module, setup: Setup, world_size: int) -> FullySharded:
         unit_precision={model.get_submodule(path): own for path, own in setup.unit_precision.items()},
         param_groups={"biases": ["*.bias"]} if setup.grouped else None,
         reduce_grads=setup.reduce_grads,
+        grad_divisors={model.get_submodule(path): divisor for path, divisor in setup.divisors.items()},
         peer_timeout_s=setup.peer_timeout_s,
     )
 
