@@ -197,8 +197,12 @@ def all_reduce(pg: ProcessGroup, tensor: Tensor, op: ReduceOp | ReduceOp.RedOpTy
 
 
 def new_group_like(ranks: Sequence[int], backend: str, timeout: datetime.timedelta) -> ProcessGroup:
-    """Return another communicator over global ``ranks``; only those ranks need to call it."""
-    made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    """Return another communicator over global ``ranks``, numbered in this order; only those ranks need to call it."""
+    if list(ranks) == sorted(ranks):
+        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    else:
+        # PyTorch sorts them otherwise, and a gather would lay the shards in that order.
+        made = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
     assert isinstance(made, ProcessGroup), "this rank is one of them"
     return made
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 from torch import nn
 
 from functional_fsdp import Precision, ddp, fully_shard, hsdp, make_mesh, optim, zero1, zero2, zero3
+from functional_fsdp.runtime._torch import new_group_like
 from tests.runtime.cases_config import Error, error_of
 from tests.runtime.cases_strategy_bytes import is_unchanged
 from tests.runtime.models import Block
@@ -46,6 +48,11 @@ def refused(rank: int, world_size: int, what: str) -> tuple[Error, bool]:
 
     answer = error_of(lambda: shard_it(sizes, **options))
     return answer, is_unchanged(model, PAIR.make(), lambda: shard_it((world_size,)))
+
+
+def place_in_a_group(rank: int, world_size: int, ranks: tuple[int, ...]) -> int:
+    """Return this rank's number in a communicator of PyTorch's own, as other backends than gloo have."""
+    return new_group_like(ranks, "gloo", timedelta(seconds=20)).rank()
 
 
 def ranks_differ(rank: int, world_size: int, what: str) -> Error:

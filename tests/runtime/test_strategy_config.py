@@ -85,6 +85,11 @@ def test_meshes_whose_ranks_are_in_another_order(worlds: Worlds) -> None:
     worlds(4).run(cases_strategies.ten_steps, setups)
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_a_communicator_numbers_its_ranks_as_the_mesh_does(worlds: Worlds, ranks: tuple[int, ...]) -> None:
+    assert worlds(4).run(cases.place_in_a_group, ranks) == [ranks.index(rank) for rank in range(4)]
+
+
 def test_b10_experts_whose_gradients_sum_over_ranks_already(worlds: Worlds) -> None:
     for factors in worlds(4).run(cases_experts.experts_over_ranks, True):
         assert factors == pytest.approx([1.0] * 4)
