@@ -268,6 +268,17 @@ def test_a_kept_unit_stays_through_an_evaluation_and_a_divergence_and_counts_aga
     assert stored.committed is not None and (stored.committed.min_units, stored.committed.min_nbytes) == (2, 32)
 
 
+def test_an_evaluation_takes_back_a_promise_and_no_kept_unit() -> None:
+    """Of what is held, the kept unit is the one that is used last, but it has to stay."""
+    units = [UnitSpec("kept", None, 4, 16, kept=True), *(UnitSpec(f"layers.{unit}", None, 4, 16) for unit in range(3))]
+    spec = model_spec(units, PrefetchPolicy(PrefetchOrder.RECORDED, max_unsharded_nbytes=48))
+    calls = [*chain.from_iterable(forward(node) for node in nodes(3)), *backward(Node(UnitId(2)), Node(UnitId(1)))]
+    evaluated = [*calls[:3], *forward(Node(UnitId(3)), evaluating=True), *calls[3:]]
+    player, begins = play(spec, calls, evaluated)
+    assert of_kind(player, Unshard, begins[1])[:4] == [f"unshard {unit} forward" for unit in (0, 1, 2, 3)]
+    assert reports(player) == []
+
+
 def test_kept_units_have_to_fit_with_any_other() -> None:
     """The budget is checked when the model is made."""
     units = [UnitSpec(f"kept.{unit}", None, 4, 16, kept=True) for unit in range(2)]
