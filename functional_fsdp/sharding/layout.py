@@ -105,7 +105,8 @@ def _bucket(params: Sequence[tuple[int, ParamSpec]], num_shards: int) -> BucketL
     ranges: list[ParamRange] = []
     for index, param in sorted(params, key=lambda pair: pair[1].key):
         ranges.append(ParamRange(param, index, ranges[-1].stop if ranges else 0))
-    shard_numel = -(-ranges[-1].stop // (num_shards * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
+    # Never none: what has no elements is installed too, and a bucket of such is all padding.
+    shard_numel = max(1, -(-ranges[-1].stop // (num_shards * ALIGNMENT_NUMEL))) * ALIGNMENT_NUMEL
     return BucketLayout(ranges[0].param.dtype, ranges[0].param.trains, tuple(ranges), shard_numel, num_shards)
 
 
