@@ -34,8 +34,9 @@ class AxisPlacement:
 
     def __post_init__(self) -> None:
         placed = (self.params, self.grads, self.optimizer_state)
-        if [placement is Placement.SHARD for placement in placed] != [index >= 3 - self.level for index in range(3)]:
-            got, instead = ", ".join(str(getattr(p, "value", p)) for p in placed), "see ddp, zero1, zero2 and zero3"
+        is_sharded = [placement is Placement.SHARD for placement in placed]
+        if not all(isinstance(p, Placement) for p in placed) or is_sharded != sorted(is_sharded):
+            got, instead = ", ".join(getattr(p, "value", repr(p)) for p in placed), "see ddp, zero1, zero2 and zero3"
             expected = "params, grads, optimizer_state to be REPLICATE, then SHARD from one of them on"
             raise ValueError(unexpected("AxisPlacement", expected, got, instead))
 
