@@ -262,6 +262,23 @@ def current_graph_task_id() -> int | None:
     return None if task == -1 else task
 
 
+def next_node_number() -> int:
+    """Return the number of the next autograd node that this thread makes; numbers grow."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def is_older(tensor: Tensor, node_number: int) -> bool:
+    """Return whether the autograd node that made ``tensor`` is before the one with ``node_number``."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() < node_number
+
+
+def newest(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a view of it, such that no node of this thread is newer: autograd runs the newest first."""
+    node = tensor.grad_fn
+    return tensor if node is None or node._sequence_nr() >= next_node_number() - 1 else tensor.view_as(tensor)
+
+
 class _Engine(Protocol):
     def queue_callback(self, callback: Callable[[], None]) -> None: ...
 
@@ -297,6 +314,11 @@ def storage_id(tensor: Tensor) -> int:
     except NotImplementedError:
         # Wrapper subclasses and sparse tensors hold no storage of their own.
         return 0
+
+
+def set_versions(tensors: tuple[Tensor, ...], version: int) -> None:
+    """Set the version counters of ``tensors``: autograd refuses to read what it saved at another version."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, (version,) * len(tensors))
 
 
 def autocast_cache_enabled() -> bool:

@@ -166,6 +166,9 @@ class Buffers:
                 for piece in bucket.pieces:
                     self._flat_numels[piece.key] += piece.numel
         self.in_place = frozenset(UnitId(unit) for unit, tensors in enumerate(self.units) if tensors.in_place)
+        # Parameters of a bucket share a version counter. It is 0 while a use is open, and another between uses: a backward
+        # that reads a weight then is an error of autograd's, not a read of freed or unfinished storage.
+        self._versioned = [tuple(unit.params[b.layout.ranges[0].index] for b in unit.buckets) for unit in self.units]
         self._params: Mapping[str, Tensor] = {}
         # By unit and bucket: the shards that gathers of this iteration read.
         self._refreshed: dict[tuple[UnitId, int], Tensor] = {}
@@ -240,12 +243,14 @@ class Buffers:
                 )
         for slot in tensors.slots:
             slot.bind(tensors.params[slot.param])
+        _torch.set_versions(self._versioned[unit], 0)
 
     def uninstall(self, unit: UnitId) -> None:
         """Bind the modules' parameters to placeholders."""
         tensors = self.units[unit]
         for slot in tensors.slots:
             slot.bind(tensors.placeholders[slot.param])
+        _torch.set_versions(self._versioned[unit], 1)
 
     def refresh(self, unit: UnitId, index: int) -> tuple[Tensor, Tensor]:
         """Write a bucket's shard that gathers of this iteration read, as far as this rank's main weights go.

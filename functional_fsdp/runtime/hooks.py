@@ -27,7 +27,7 @@ from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.buffers import UnitTensors
 from functional_fsdp.runtime.cell import Cell, IterationToken
 from functional_fsdp.runtime.precision import Precision
-from functional_fsdp.trees import traverse_output
+from functional_fsdp.runtime.traverse import Lent, give_back, traverse_output
 
 
 class Call:
@@ -39,18 +39,24 @@ class Call:
         token: the iteration it belongs to.
         views: the inputs that require a gradient, as the unit sees them; only while the forward runs, since their
             graph refers to the call.
+        lent: containers among the arguments, which hold the views while the forward runs.
+        first_node: number of the first autograd node that the forward could make; later ones are larger.
         num_inputs: how many there were.
         num_waiting: while a BACKWARD use is open, how many of them have no gradient yet.
         graph_task: the backward pass in which a BACKWARD use is open, None if none is.
     """
 
-    __slots__ = ("graph_task", "hooks", "num_inputs", "num_waiting", "phase", "token", "views")
+    __slots__ = (
+        "first_node", "graph_task", "hooks", "lent", "num_inputs", "num_waiting", "phase", "token", "views",
+    )  # fmt: skip
 
     def __init__(self, hooks: UnitHooks, phase: Phase, token: IterationToken | None) -> None:
         self.hooks = hooks
         self.phase = phase
         self.token = token
         self.views: list[Tensor] = []
+        self.lent: list[Lent] = []
+        self.first_node = 0
         self.num_inputs = 0
         self.num_waiting = 0
         self.graph_task: int | None = None
@@ -62,6 +68,11 @@ class Call:
         self.views.append(view)
         self.num_inputs += 1
         return view
+
+    def drop_inputs(self) -> None:
+        """Let go of the inputs, where no output is looked at."""
+        self.views.clear()
+        give_back(self.lent, lambda value: value)
 
     def open_backward(self, grad: object) -> None:
         """Open the BACKWARD use at the first gradient that arrives."""
@@ -141,6 +152,7 @@ class UnitHooks:
         self._trains = False
         self._input_dtype = precision.compute if precision.cast_inputs else None
         self._output_dtype = precision.output
+        self._versioned: tuple[tuple[nn.Parameter, list[str]], ...] = ()
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         # always_call: checkpointing with early stop leaves a forward by an exception, and the use must close.
         module.register_forward_hook(self._post_forward, always_call=True)
@@ -152,12 +164,30 @@ class UnitHooks:
         """
         self._cell = weakref.ref(cell)
         self._trains = any(param.requires_grad for param in tensors.params)
+        # Parameters of a bucket share a version counter; it is 0 while a use is open, see Buffers.
+        self._versioned = tuple(
+            (tensors.params[bucket.layout.ranges[0].index], [place.param.name for place in bucket.layout.ranges])
+            for bucket in tensors.buckets
+        )
 
     def __reduce__(self) -> NoReturn:
         raise PlaceholderError(
             f"parameter {self._first_parameter!r}: expected weights to pickle, got a sharded module, unit {self.unit} "
             f"{self.name!r}; the weights are in the state: save fsdp.full_tensors(state.params)."
         )
+
+    def call(self, module: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn``, a method of the unit's module, as PyTorch calls ``forward``: between the hooks."""
+        num_calls = len(self._calls)
+        try:
+            args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
+            output = fn(*args, **kwargs)
+        except Exception:
+            if len(self._calls) > num_calls:
+                self._post_forward(module, args, None)
+            raise
+        changed = self._post_forward(module, args, output)
+        return output if changed is None else changed
 
     def _running_cell(self, hook: str) -> Cell:
         cell = self._cell()
@@ -184,35 +214,31 @@ class UnitHooks:
         call = Call(self, phase, cell.token)
         if self._calls and self._calls[-1].token is not cell.token:
             # An interrupt left the forward of an aborted iteration without its hook.
-            for left in self._calls:
-                left.views.clear()
-            self._calls.clear()
+            while self._calls:
+                self._calls.pop().drop_inputs()
         self._calls.append(call)
-        if self._input_dtype is not None:
-            args, kwargs = self._map_inputs(partial(_cast, self._input_dtype), args, kwargs)
         if not torch.is_grad_enabled():
-            return (args, kwargs) if self._input_dtype is not None else None
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            return ((call.view(args[0]) if args[0].requires_grad else args[0],), kwargs)
-        seen: dict[int, Tensor] = {}
+            return None if self._input_dtype is None else self._map_inputs(call, self._cast_input, args, kwargs)
+        call.first_node = _torch.next_node_number()
 
-        def view(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            if id(tensor) not in seen:
-                seen[id(tensor)] = call.view(tensor)
-            return seen[id(tensor)]
+        def take(tensor: Tensor) -> Tensor:
+            tensor = self._cast_input(tensor)
+            return call.view(tensor) if tensor.requires_grad else tensor
 
-        return self._map_inputs(view, args, kwargs)
+        return self._map_inputs(call, take, args, kwargs)
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        return tensor if self._input_dtype is None else _cast(self._input_dtype, tensor)
 
     def _map_inputs(
-        self, f: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, f: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            return (f(args[0]),), kwargs
         where = f"pre_forward(unit {self.unit} {self.name!r})"
-        args = cast("tuple[Any, ...]", traverse_output(f, args, where=where, strict=False))
-        if kwargs:
-            kwargs = cast("dict[str, Any]", traverse_output(f, kwargs, where=where, strict=False))
-        return args, kwargs
+        given = (*args, *kwargs.values())
+        made = cast("tuple[Any, ...]", traverse_output(f, given, where=where, strict=False, lent=call.lent))
+        return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
 
     def _post_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         if not self._calls:
@@ -222,35 +248,58 @@ class UnitHooks:
         cell = self._cell()
         if cell is None or cell.token is not call.token:
             # An exception leaves the forward after its iteration was aborted.
-            call.views.clear()
+            call.drop_inputs()
             return None
         output, has_backward = self._hook_output(cell, call, output)
         call.views.clear()
         has_backward = has_backward and call.phase is Phase.FORWARD
+        written = [names for param, names in self._versioned if param._version]
         cell.run(close_use, self.unit, call.phase, has_backward=has_backward)
+        if written:
+            names = ", ".join(map(repr, written[0][:4])) + (" or another" if len(written[0]) > 4 else "")
+            raise PlaceholderError(
+                f"post_forward(unit {self.unit} {self.name!r}): expected a forward that only reads its weights, got one "
+                f"that wrote {names} in place, and the weights are in the state; keep what a forward changes in a buffer, "
+                "and change weights in the state between iterations (nn.Embedding: without max_norm)."
+            )
         return output
 
     def _hook_output(self, cell: Cell, call: Call, output: Any) -> tuple[Any, bool]:
-        """Put a gradient hook on each output that requires a gradient; return the output and whether there is one."""
+        """Put a gradient hook on each output that requires a gradient; return the output and whether there is one.
+
+        What the forward wrote into a container that it was given is an output too.
+        """
         has_backward = False
 
-        def hook(tensor: Tensor) -> Tensor:
+        def hook(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
             nonlocal has_backward
             if cell.buffers.shares_storage(self.unit, tensor):
                 # The unit's storage is freed, or written by an update, before the caller reads it.
                 tensor = tensor.clone()
-            if self._output_dtype is not None:
-                tensor = _cast(self._output_dtype, tensor)
+            if dtype is not None:
+                tensor = _cast(dtype, tensor)
             if tensor.requires_grad:
                 has_backward = True
                 self._hook_gradient(call, tensor)
             return tensor
 
-        if type(output) is Tensor:
-            return hook(output), has_backward
-        strict = torch.is_grad_enabled() and self._trains
+        def keep(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+            # A cache that is handed on holds tensors of other units, whose gradients are none of this one's.
+            if _torch.is_older(tensor, call.first_node) and not cell.buffers.shares_storage(self.unit, tensor):
+                return tensor if dtype is None else _cast(dtype, tensor)
+            return hook(tensor, dtype)
+
+        def give(tensor: Tensor) -> Tensor:
+            return keep(tensor, self._output_dtype)
+
         where = f"post_forward(unit {self.unit} {self.name!r})"
-        return traverse_output(hook, output, where=where, strict=strict), has_backward
+        # A frozen unit's weights are read in backward too, where gradients pass through it.
+        strict = torch.is_grad_enabled() and (self._trains or call.num_inputs > 0)
+        if call.lent:
+            give_back(call.lent, lambda value: traverse_output(keep, value, where=where, strict=strict))
+        if type(output) is Tensor:
+            return hook(_torch.newest(output), self._output_dtype), has_backward
+        return traverse_output(give, output, where=where, strict=strict, inside=keep), has_backward
 
     def _hook_gradient(self, call: Call, tensor: Tensor) -> None:
         tensor.register_hook(call.open_backward)
@@ -290,6 +339,16 @@ class UnitHooks:
 
 def _no_cell() -> Cell | None:
     return None
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of autograd what it means here, where it refuses a weight outside the uses of its unit."""
+    if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+        error.add_note(
+            "functional_fsdp: if the tensor named is a weight, a gradient came to its unit by a tensor that the unit's "
+            "forward made and did not return, e.g. one that it kept as an attribute; return it too, or append it to a "
+            "list that the unit is given."
+        )
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ class MainGrads:
             raise GradientError(f"gradients of {name!r}: expected those that were counted, got fewer; one was removed.")
         for index in views:
             set_grad(params[index], None)
-        return present, grads
+        # Tables looked up with sparse=True give sparse ones, whose ranks differ in what they hold.
+        return present, [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
 
     def _prepare(self, unit: UnitId, slot: int) -> tuple[Staging, ...]:
         """Allocate on this stream what the reduction writes, and return the slot with zeros where nothing is packed."""

@@ -26,7 +26,7 @@ from functional_fsdp.core.transitions import (
 )
 from functional_fsdp.runtime import _torch
 from functional_fsdp.runtime.cell import Cell, IterationToken
-from functional_fsdp.runtime.hooks import GraphTasks
+from functional_fsdp.runtime.hooks import GraphTasks, explain
 from functional_fsdp.runtime.state import TrainState
 
 P = ParamSpec("P")
@@ -97,6 +97,7 @@ class Iteration:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            explain(error)
             self._abort(error)
             return
         try:

@@ -34,6 +34,7 @@ class UnitModule:
         delayed_grads: whether the caller writes some of its gradients after the backward.
         precision: in which dtypes it computes and reduces.
         divisor: by which the sum of the ranks' gradients is divided; None is the number of ranks.
+        methods: names of its methods beside ``forward`` that compute.
     """
 
     name: str
@@ -45,6 +46,7 @@ class UnitModule:
     delayed_grads: bool = False
     precision: Precision = Precision()
     divisor: float | None = None
+    methods: tuple[str, ...] = ()
 
 
 def find_units(roots: Sequence[nn.Module], units: Iterable[UnitChoice]) -> tuple[UnitModule, ...]:
@@ -307,6 +309,9 @@ def _check_param(path: str, param: nn.Parameter) -> None:
     if param.layout != torch.strided or hasattr(param, "__tensor_flatten__"):
         got = f"{type(param.data).__name__} of {param.layout}"
         raise ValueError(unexpected(where, "a plain dense tensor", got, "shard the model as torch.nn makes it"))
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        instead = "work on the gradients that it.finish_grad_sync() returns"
+        raise ValueError(unexpected(where, "no hooks of its own", "some, which would never run", instead))
     if param.requires_grad:
         check_trainable(where, param)
 

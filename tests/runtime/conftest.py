@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
 from tests.runtime.worlds import Worlds
+
+# It has an extra of its own, since it is large: `pip install -e ".[test,hf]"`.
+collect_ignore = [] if find_spec("transformers") else ["test_transformers.py"]
 
 
 @pytest.fixture(scope="session")

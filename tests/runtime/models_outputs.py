@@ -56,7 +56,7 @@ class ModelOutput(OrderedDict[str, Tensor]):
 
 
 class Opaque:
-    """A user's class with a tensor inside: nothing can look into it."""
+    """A user's class with a tensor inside: it can be looked into, and not made again."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -107,17 +107,17 @@ WRAPPERS: dict[str, tuple[Callable[[Tensor], object], Callable[[object], Tensor]
         lambda x: (x, x.detach(), x.argmax()),
         lambda out: out[0] + out[1],  # type: ignore[index]
     ),
+    "class": (Opaque, lambda out: _hidden(out.hidden)),  # type: ignore[attr-defined]
+    "class_in_a_list": (lambda x: [Opaque(x)], lambda out: out[0].hidden),  # type: ignore[index]
+    "class_beside_a_tensor": (
+        lambda x: (x, Opaque(x * 2)),
+        lambda out: out[0] + out[1].hidden,  # type: ignore[index]
+    ),
+    "set": (lambda x: {x}, lambda out: next(iter(out))),  # type: ignore[call-overload]
 }
 """For each kind: what the unit returns for its hidden tensor, and how the caller reads it."""
 
 OPAQUE: dict[str, tuple[Callable[[Tensor], object], Callable[[object], Tensor]]] = {
-    "class": (Opaque, lambda out: _hidden(out.hidden)),  # type: ignore[attr-defined]
-    "class_in_a_list": (lambda x: [Opaque(x)], lambda out: out[0].hidden),  # type: ignore[index]
-    "class_beside_a_tensor": (
-        lambda x: (x, Opaque(x)),
-        lambda out: out[0] + out[1].hidden,  # type: ignore[index]
-    ),
-    "set": (lambda x: {x}, lambda out: next(iter(out))),  # type: ignore[call-overload]
     "closure": (lambda x: lambda: x, lambda out: out()),  # type: ignore[operator]
     "generator": (lambda x: iter([x]), lambda out: next(out)),  # type: ignore[call-overload]
 }

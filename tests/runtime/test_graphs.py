@@ -83,10 +83,6 @@ def test_b16_outputs_in_containers_in_registration_order(worlds: Worlds, kind: s
 @pytest.mark.parametrize(
     ("kind", "type_name"),
     [
-        ("class", "Opaque"),
-        ("class_in_a_list", "Opaque"),
-        ("class_beside_a_tensor", "Opaque"),
-        ("set", "set"),
         ("closure", "function"),
         ("generator", "list_iterator"),
     ],
