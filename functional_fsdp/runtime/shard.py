@@ -29,6 +29,7 @@ from functional_fsdp.runtime.hooks import GraphTasks, UnitHooks
 from functional_fsdp.runtime.initial import initial_shards
 from functional_fsdp.runtime.main_grads import MainGrads
 from functional_fsdp.runtime.mesh import check_mesh, check_process_group, make_mesh, mesh_device
+from functional_fsdp.runtime.methods import MethodNames, declare_methods, register_methods
 from functional_fsdp.runtime.norms import check_max_norm, clip_by_global_norm, global_norm
 from functional_fsdp.runtime.peers import Peers
 from functional_fsdp.runtime.pieces import ShardLayout
@@ -69,6 +70,7 @@ def fully_shard(
     reduce_grads: ReduceGrads = "each",
     grad_divisors: Mapping[nn.Module, float] | None = None,
     delayed_grads: Iterable[nn.Module] = (),
+    methods: MethodNames | None = None,
     broadcast_weights: bool = False,
     peer_timeout_s: float = 600.0,
 ) -> FullySharded:
@@ -93,6 +95,8 @@ def fully_shard(
             it is the number of ranks. For experts whose gradients already sum over ranks.
         delayed_grads: modules of units of which some weight gradient is written after the backward; they are reduced
             when ``it.grads_written(module)`` says that it is.
+        methods: for a unit's module, or a class of units, the methods beside ``forward`` that compute, as in
+            ``{model: ("generate",)}``; a call of one is a use of the unit.
         broadcast_weights: take the weights and buffers of the mesh's first rank on all; else ``init`` checks that they
             have the same bits.
         peer_timeout_s: seconds that a rank waits for the others at most, before it says which did not come.
@@ -112,6 +116,7 @@ def fully_shard(
     found = declare_delayed(find_units(roots, units), delayed_grads)
     found = declare_precisions(found, precision, unit_precision or {})
     found = assign_groups(declare_divisors(found, grad_divisors or {}), param_groups or {})
+    found = declare_methods(found, methods or {})
     if reduce_grads not in ("each", "last"):
         raise ValueError(f'fully_shard: expected reduce_grads "each" or "last", got {reduce_grads!r}.')
     if not peer_timeout_s > 0:
@@ -168,6 +173,7 @@ class FullySharded:
                 UnitHooks(UnitId(index), unit.name, unit.module, unit.precision, self._tasks)
                 for index, unit in enumerate(self._found)
             ]
+            register_methods(self._found, self._hooks)
             forbid_state_dicts(self._found)
         else:
             self._tasks, self._hooks = before._tasks, before._hooks

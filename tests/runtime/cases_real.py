@@ -181,7 +181,6 @@ def refused(rank: int, world_size: int, what: str) -> str:
     """Return type and text of the error that a module's use meets, in training and in evaluation."""
     units: dict[str, tuple[type[nn.Module], ...]] = {
         "parts of attention": (nn.Linear,),
-        "parameter list": (nn.ParameterList,),
         "weight_norm": (),
         "parametrization": (),
     }
@@ -215,12 +214,17 @@ def refused(rank: int, world_size: int, what: str) -> str:
 def never_run(rank: int, world_size: int, what: str) -> str:
     """Return the text with which what would never be called is refused when it is sharded."""
     model = make(Late)
-    if what == "hook":
+    units: tuple[type[nn.Module], ...] = (nn.Linear,)
+    if what == "parameter list":
+        units = (nn.ParameterList,)
+    elif what == "module list":
+        model, units = nn.ModuleList([model]), ()
+    elif what == "hook":
         model.get_parameter("linear.weight").register_hook(lambda grad: grad * 2)
     elif what == "accumulate hook":
         model.get_parameter("linear.weight").register_post_accumulate_grad_hook(lambda param: None)
     try:
-        fully_shard(model, make_mesh((world_size,)), units=(nn.Linear,))
+        fully_shard(model, make_mesh((world_size,)), units=units)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -221,7 +221,9 @@ def test_message_in_full() -> None:
     assert str(caught.value) == (
         "parameter 'layers.0.weight': expected its weights, got a placeholder that holds none (calling linear); "
         "weights are there only inside a unit's forward and backward: call the module in an iteration "
-        "(with fsdp.iteration(state): ... or make_train_step); to read them use fsdp.full_tensors(state.params)"
+        "(with fsdp.iteration(state): ... or make_train_step), name its other methods that compute in fully_shard(..., "
+        "methods=...), and where another module reads them make that one the unit; to read them use "
+        "fsdp.full_tensors(state.params)"
     )
 
 

@@ -70,7 +70,6 @@ def test_fast_paths_of_evaluation(
     ("what", "named"),
     [
         ("parts of attention", "'attention.out_proj.weight'"),
-        ("parameter list", "'listed.0'"),
         ("weight_norm", "'linear.weight'"),
         ("parametrization", "'linear.weight'"),
         ("max_norm", "'unit.table.weight'"),
@@ -85,6 +84,14 @@ def test_a_refusal_names_the_parameter(worlds: Worlds, what: str, named: str) ->
 @pytest.mark.parametrize(
     ("what", "text"),
     [
+        (
+            "parameter list",
+            "unit 'listed', which owns 'listed.0': expected a module with a forward, got a ParameterList",
+        ),
+        (
+            "module list",
+            "unit 'ModuleList', which owns '0.linear.weight': expected a module with a forward, got a ModuleList",
+        ),
         ("hook", "parameter 'linear.weight': expected no hooks of its own, got some, which would never run"),
         ("accumulate hook", "parameter 'linear.weight': expected no hooks of its own, got some, which would never run"),
     ],
