@@ -154,9 +154,11 @@ def test_elements_are_found_in_a_file(tmp_path: Path, dtype: torch.dtype, shape:
     start = elements_start(file, dtype, shape)
     assert start is not None
     assert written[start : start + tensor.nbytes] == bytes(tensor.view(-1).view(torch.uint8).tolist())
+    file, written = in_a_file(tmp_path, tensor)
     assert elements_start(file, dtype, (*shape, 2)) is None
+    file, written = in_a_file(tmp_path, tensor)
     assert elements_start(file, torch.int16, shape) is None
-    file.seek(0)
+    file, written = in_a_file(tmp_path, tensor)
     assert torch.equal(torch.load(file, weights_only=True), tensor)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Reads:
         expected = f"a tensor of {read.dtype} {[*read.chunk.box.sizes]}"
         try:
             with open(file, "rb", buffering=0) as stream:
-                got = _read(FileSlice(stream, read.chunk), read)
+                got = _read(stream, read)
         except pickle.UnpicklingError as error:
             # Not from it: PyTorch's text goes on to advise to load the file with all that it may run.
             raise CheckpointError(unexpected(where, expected, _refused(error), _DAMAGED)) from None
@@ -129,10 +130,10 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _read(file: FileSlice, read: Read) -> str | None:
+def _read(stream: io.FileIO, read: Read) -> str | None:
     """Read the parts of a chunk; return what is there instead of its tensor, None if it is there."""
-    start = elements_start(file, read.dtype, read.chunk.box.sizes)
-    parts = read.parts
+    start = elements_start(FileSlice(stream, read.chunk), read.dtype, read.chunk.box.sizes)
+    file, parts = FileSlice(stream, read.chunk), read.parts
     if start is not None:
         parts = [pair for pair in parts if not _read_in_place(file, start, read, *pair)]
     if not parts:
