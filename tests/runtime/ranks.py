@@ -98,3 +98,6 @@ def _reply(rank: int, world_size: int, request: bytes) -> bytes:
         return pickle.dumps(Returned(case(rank, world_size, *args, **kwargs)))
     except BaseException as error:
         return pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc()))
+    finally:
+        # A case may leave programs in cycles, and each has communicators, with threads, until it is freed.
+        gc.collect()
