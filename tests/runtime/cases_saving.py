@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import DTensor
 
 from functional_fsdp import (
+    LogEntry,
     LossScale,
     PrefetchPolicy,
     TrainState,
@@ -28,7 +30,7 @@ from functional_fsdp import (
 )
 from functional_fsdp.core.effects import Unshard, WaitUnshard
 from functional_fsdp.core.errors import DonatedStateError, IterationError
-from tests.runtime.models import GPT, PATHS, Scenario
+from tests.runtime.models import GPT, PATHS, Batch, Scenario
 from tests.runtime.models_saved import Tensors, check_same, make_program
 from tests.runtime.twins import on_demand, prefetched
 
@@ -102,8 +104,7 @@ def save_fsdp2(rank: int, world_size: int, path: str) -> Full:
         optimizer.step()
         optimizer.zero_grad()
     weights, of_optimizer = get_state_dict(model, optimizer)
-    kept = of_optimizer["state"]
-    assert isinstance(kept, dict)
+    kept: dict[str, dict[str, Tensor]] = cast("Any", of_optimizer)["state"]
     dcp_save({"model": weights, "optimizer": {"state": kept}}, checkpoint_id=path)
     full = {"model": {name: whole(param) for name, param in model.named_parameters()}}
     return full | {kind: {name: whole(kept[name][kind]) for name in kept} for kind in ("exp_avg", "exp_avg_sq")}
@@ -133,7 +134,7 @@ def goes_on(rank: int, world_size: int, path: str, strategy: str, scenario: Scen
     other = make_program(rank, world_size, strategy, scenario, seed=9)
     loaded = load_checkpoint(other.fsdp, path, other.optimizer)
     assert loaded.fsdp.orders and loaded.fsdp == straight.fsdp, "the order is another"
-    entries = []
+    entries: list[LogEntry] = []
     with other.fsdp.observe(entries.append):
         loaded = other.train(loaded, range(3, 4), scenario)
     if world_size > 1 and strategy == "zero3":
@@ -181,8 +182,12 @@ def beside_tensors(rank: int, world_size: int, path: str) -> None:
     """The loss scale, the count of updates and keys of all kinds come back as they were."""
     program = make_program(rank, world_size, scenario=PATHS)
     current = program.state
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return PATHS.loss(program.model, batch)
+
     for key in ("train", 4, ("train", (2, "long"), ())):
-        run = value_and_grad(program.fsdp, lambda batch: PATHS.loss(program.model, batch), key=key)
+        run = value_and_grad(program.fsdp, loss_fn, key=key)
         _, grads, current = run(current, PATHS.batch(0, rank, torch.float64))
         current = program.fsdp.update(current, grads, program.optimizer)
     with program.fsdp.iteration(current, key="marked") as it:
@@ -206,7 +211,7 @@ def while_gathers_are_outstanding(rank: int, world_size: int, path: str) -> tupl
     outstanding: list[int] = []
     errors: list[str] = []
     want = program.full(state)
-    entries = []
+    entries: list[LogEntry] = []
 
     def save_now(module: torch.nn.Module, args: object, output: object) -> None:
         waited = {entry.effect.unit for entry in entries if isinstance(entry.effect, WaitUnshard)}

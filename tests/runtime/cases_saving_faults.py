@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +80,7 @@ def _killed_in_child(state: TrainState, path: Path, number: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def _found(program: Program, path: Path, wanted: dict[int, object]) -> str:
+def _found(program: Program, path: Path, wanted: Mapping[int, object]) -> str:
     if not path.exists() and not any(entry.name.endswith("-old") for entry in path.parent.iterdir()):
         refused(load_checkpoint, program.fsdp, path)
         return "nothing"

@@ -24,7 +24,7 @@ from functional_fsdp import (
     zero2,
     zero3,
 )
-from tests.runtime.models import DIM, Block, Scenario, call, make
+from tests.runtime.models import DIM, Batch, Block, Scenario, call, make
 from tests.runtime.twins import OPTIMIZERS, RECORDED
 
 Tensors: TypeAlias = dict[str, Tensor]
@@ -88,7 +88,11 @@ class Program:
 
     def train(self, state: TrainState, steps: range, scenario: Scenario = ASSORTED) -> TrainState:
         """Return the state after one update on the batch of each step."""
-        run = value_and_grad(self.fsdp, lambda batch: scenario.loss(self.model, batch), key="train")
+
+        def loss_fn(batch: Batch) -> Tensor:
+            return scenario.loss(self.model, batch)
+
+        run = value_and_grad(self.fsdp, loss_fn, key="train")
         for step in steps:
             _, grads, state = run(state, scenario.batch(step, self.rank, torch.float64))
             state = self.fsdp.update(state, grads, self.optimizer)

@@ -35,7 +35,7 @@ def by_torch(scale: float, rule: dict[str, Any], finite: list[bool]) -> list[flo
 def test_b11_changes_as_in_grad_scaler(interval: int, growth: float, backoff: float, scale: float) -> None:
     """Also near the largest float32, at which PyTorch's grows no more."""
     finite = [random.Random(seed).random() < 0.7 for seed in range(60)]
-    rule = {"growth_interval": interval, "growth_factor": growth, "backoff_factor": backoff}
+    rule: dict[str, Any] = {"growth_interval": interval, "growth_factor": growth, "backoff_factor": backoff}
     at, scales = LossScale(scale, **rule), []
     for is_finite in finite:
         at = at.after(is_finite)

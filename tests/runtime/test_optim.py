@@ -67,7 +67,7 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE, ids=IDS)
-def test_bit_equal_to_torch_over_ten_steps(name: str, options: dict[str, object]) -> None:
+def test_bit_equal_to_torch_over_ten_steps(name: str, options: dict[str, Any]) -> None:
     cls = getattr(torch.optim, name)
     optimizer = optim.from_torch(cls, **options)
     params = start()
@@ -78,7 +78,7 @@ def test_bit_equal_to_torch_over_ten_steps(name: str, options: dict[str, object]
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE, ids=IDS)
-def test_two_states_alternate_through_one_record(name: str, options: dict[str, object]) -> None:
+def test_two_states_alternate_through_one_record(name: str, options: dict[str, Any]) -> None:
     """C15: nothing goes from one call to the next but through the arguments."""
     cls = getattr(torch.optim, name)
     optimizer = optim.from_torch(cls, **options)
