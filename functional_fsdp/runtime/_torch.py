@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     Store,
 )
+from torch._guards import CompileContext
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 _TensorClass = TypeVar("_TensorClass", bound=Tensor)
@@ -256,6 +258,11 @@ set_grad: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type:
 """Writes or, with None, drops it."""
 
 
+def is_compiling() -> bool:
+    """Return whether ``torch.compile`` is tracing in this thread."""
+    return CompileContext.current_compile_id() is not None
+
+
 def current_graph_task_id() -> int | None:
     """Return the id of the backward pass that this thread runs in, None outside any."""
     task = torch._C._current_graph_task_id()
@@ -346,7 +353,8 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     init_group = getattr(optimizer, "_init_group", None)
     if init_group is None:
         return
-    num_lists = init_group.__code__.co_argcount - 2
+    # Of what it wraps, since torch.compile puts a wrapper around it.
+    num_lists = len(inspect.signature(init_group).parameters) - 1
     for group in optimizer.param_groups:
         for param in group["params"]:
             # Only its presence and class are looked at, so that the parameter itself serves and nothing is allocated.

@@ -14,6 +14,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from functional_fsdp.core.errors import GradientError
+from functional_fsdp.runtime._torch import get_grad, is_compiling
 from functional_fsdp.runtime.placeholder import user_attributes
 
 
@@ -24,7 +25,9 @@ class InstalledParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """Refuse."""
+        """Refuse, but for ``torch.compile``, which looks at it while it traces."""
+        if is_compiling():
+            return get_grad(self)
         self._refuse("reading")
 
     @grad.setter
@@ -37,7 +40,7 @@ class InstalledParameter(nn.Parameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise GradientError(
-            f"parameter {vars(self)['parameter_name']!r}: expected its gradient to be left alone, got {what} .grad inside "
+            f"parameter {vars(self).get('parameter_name')!r}: expected its gradient to be left alone, got {what} .grad inside "
             "a use of its unit; gradients live in the iteration, not on the model: take them from it.finish_grad_sync() "
             "or value_and_grad(...), and name the unit in delayed_grads= if you write them yourself."
         )

@@ -60,7 +60,10 @@ _IN_HOOKS = (
     "resting parameters get no gradient, so that a hook would never run: work on the grads that "
     "it.finish_grad_sync() returns"
 )
-_IN_REQUIRES_GRAD = "what trains is decided when sharding: set requires_grad before fully_shard(...)"
+_IN_REQUIRES_GRAD = (
+    "what trains is decided when sharding: set requires_grad before fully_shard(...), or later call "
+    "fsdp, state = fsdp.unfreeze(state, names)"
+)
 _IN_CONVERSION = "convert or move the model before fully_shard(...), or the weights with map_tensors(..., state)"
 _IN_SAVING = (
     "the weights are in the state: save fsdp.full_tensors(state.params), or copy them with map_tensors(..., state)"
