@@ -15,8 +15,6 @@ from tests.runtime.reference import Tensors, check_bit_equal
 from tests.runtime.strategies import Setup, StrategyTwins, counted_launches, make_optimizer, shard
 from tests.runtime.strategies_formula import axes_of
 
-NUM_STEPS = 10
-
 
 @contextmanager
 def noted(setup: Setup) -> Iterator[None]:
@@ -28,13 +26,13 @@ def noted(setup: Setup) -> Iterator[None]:
         raise
 
 
-def ten_steps(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
-    """Compare ten steps of each setup with training by hand: losses, first gradients, last weights."""
+def steps_by_hand(rank: int, world_size: int, setups: Sequence[Setup], num_steps: int) -> None:
+    """Compare steps of each setup with training by hand: losses, first gradients, last weights."""
     for setup in setups:
         with noted(setup):
             twins = StrategyTwins(rank, world_size, setup)
-            for step in range(NUM_STEPS):
-                twins.train(step, check_grads=step == 0, check_weights=step == NUM_STEPS - 1)
+            for step in range(num_steps):
+                twins.train(step, check_grads=step == 0, check_weights=step == num_steps - 1)
 
 
 def equal_bits(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
@@ -42,40 +40,8 @@ def equal_bits(rank: int, world_size: int, setups: Sequence[Setup]) -> None:
     for setup in setups:
         with noted(setup):
             twins = StrategyTwins(rank, world_size, setup)
-            for step in range(3):
+            for step in range(2):
                 twins.train(step, exact=True)
-
-
-def bits_of(rank: int, world_size: int, setup: Setup, num_steps: int = 4) -> Tensors:
-    """Train a fresh model; return all losses, gradients and weights by name."""
-    twins = StrategyTwins(rank, world_size, setup)
-    bits: Tensors = {}
-    for step in range(num_steps):
-        loss, grads, state = twins.run(step)
-        bits[f"loss {step}"] = loss
-        bits |= {f"gradient {step} of {name}": grad for name, grad in twins.fsdp.full_tensors(grads).items()}
-        twins.state = twins.fsdp.update(state, grads, twins.optimizer)
-        assert twins.fsdp.unsharded_nbytes() == 0
-    return bits | {f"weight {name}": weight for name, weight in twins.fsdp.full_tensors(twins.state.params).items()}
-
-
-def policies_change_no_bit(
-    rank: int, world_size: int, setups: Sequence[Setup], policies: Mapping[str, PrefetchPolicy]
-) -> None:
-    """Compare every policy with the first, to the last bit, for each setup."""
-    for setup in setups:
-        bits = [bits_of(rank, world_size, replace(setup, policy=policy)) for policy in policies.values()]
-        for name, other in zip(policies, bits, strict=True):
-            check_bit_equal(f"{setup.strategy}, {name}", other, bits[0])
-
-
-def equal_pairs(rank: int, world_size: int, pairs: Sequence[tuple[Setup, Setup]]) -> None:
-    """Compare the values of the setups of each pair, to the last bit, and what they launch."""
-    for one, other in pairs:
-        where = f"{one.strategy} on {one.sizes} and {other.strategy} on {other.sizes}"
-        check_bit_equal(where, bits_of(rank, world_size, one), bits_of(rank, world_size, other))
-        counted, same = count_launches(rank, world_size, [one, other])
-        assert counted == same, f"{where}: {counted} and {same}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +57,52 @@ class Counted:
     by_effect: dict[str, int]
 
 
-def count_launches(rank: int, world_size: int, setups: Sequence[Setup]) -> list[list[Counted]]:
-    """Return for each setup what its first three iterations launch: one records, and two replay."""
-    counted: list[list[Counted]] = []
+def trained(rank: int, world_size: int, setup: Setup, num_steps: int = 3) -> tuple[Tensors, list[Counted]]:
+    """Train some steps, of which the first may record.
+
+    Returns:
+        All losses, gradients and weights by name, and what each step's forward and backward launched.
+    """
+    twins = StrategyTwins(rank, world_size, setup)
+    bits: Tensors = {}
+    counted = []
+    for step in range(num_steps):
+        entries: list[LogEntry] = []
+        with twins.fsdp.observe(entries.append), counted_launches(twins.fsdp) as by_name:
+            loss, grads, state = twins.run(step)
+        kinds = Unshard, RefreshShard, ReduceEffect, ReduceOuter
+        by_effect = {kind.__name__: sum(isinstance(e.effect, kind) for e in entries) for kind in kinds}
+        counted.append(Counted(dict(by_name), by_effect))
+        bits[f"loss {step}"] = loss
+        bits |= {f"gradient {step} of {name}": grad for name, grad in twins.fsdp.full_tensors(grads).items()}
+        twins.state = twins.fsdp.update(state, grads, twins.optimizer)
+        assert twins.fsdp.unsharded_nbytes() == 0
+    bits |= {f"weight {name}": weight for name, weight in twins.fsdp.full_tensors(twins.state.params).items()}
+    return bits, counted
+
+
+def policies_change_no_bit(
+    rank: int, world_size: int, setups: Sequence[Setup], policies: Mapping[str, PrefetchPolicy]
+) -> None:
+    """Compare every policy with the first, to the last bit, for each setup."""
     for setup in setups:
-        twins = StrategyTwins(rank, world_size, setup)
-        counted.append([])
-        for step in range(3):
-            entries: list[LogEntry] = []
-            with twins.fsdp.observe(entries.append), counted_launches(twins.fsdp) as by_name:
-                _, grads, state = twins.run(step)
-            kinds = Unshard, RefreshShard, ReduceEffect, ReduceOuter
-            by_effect = {kind.__name__: sum(isinstance(e.effect, kind) for e in entries) for kind in kinds}
-            counted[-1].append(Counted(dict(by_name), by_effect))
-            twins.state = twins.fsdp.update(state, grads, twins.optimizer)
-    return counted
+        bits = [trained(rank, world_size, replace(setup, policy=policy))[0] for policy in policies.values()]
+        for name, other in zip(policies, bits, strict=True):
+            check_bit_equal(f"{setup.strategy}, {name}", other, bits[0])
+
+
+def equal_pairs(rank: int, world_size: int, pairs: Sequence[tuple[Setup, Setup]]) -> None:
+    """Compare the values of the setups of each pair, to the last bit, and what they launch."""
+    for one, other in pairs:
+        where = f"{one.strategy} on {one.sizes} and {other.strategy} on {other.sizes}"
+        (bits, counted), (same_bits, same) = (trained(rank, world_size, setup) for setup in (one, other))
+        check_bit_equal(where, bits, same_bits)
+        assert counted == same, f"{where}: {counted} and {same}"
+
+
+def count_launches(rank: int, world_size: int, setups: Sequence[Setup], num_steps: int) -> list[list[Counted]]:
+    """Return for each setup what each of its first iterations launches."""
+    return [trained(rank, world_size, setup, num_steps)[1] for setup in setups]
 
 
 def launches_nothing(rank: int, world_size: int, setups: Sequence[Setup]) -> list[dict[str, int]]:
@@ -118,7 +115,7 @@ def launches_nothing(rank: int, world_size: int, setups: Sequence[Setup]) -> lis
         with counted_launches(fsdp) as by_name:
             optimizer = make_optimizer(setup)
             state = fsdp.init(optimizer)
-            for step in range(3):
+            for step in range(2):
                 with fsdp.iteration(state, key="train") as it:
                     torch.autograd.backward(setup.scenario.loss(model, setup.scenario.batch(step, rank, setup.dtype)))
                     grads = it.finish_grad_sync()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_fsdp import FullySharded, LogEntry, TrainState
-from functional_fsdp.core.errors import PlaceholderError
+from functional_fsdp.core.errors import PeerFault, PlaceholderError
 from tests.runtime.cases_config import Error, error_of
 from tests.runtime.cases_faults import Planted
 from tests.runtime.formula import chain_events, replay_plan, unit_numels
@@ -131,7 +131,8 @@ def _fail(fsdp: FullySharded, model: nn.Module, setup: Setup, state: TrainState,
         with fsdp.iteration(state, key="train"):
             torch.autograd.backward(setup.scenario.loss(model, setup.scenario.batch(0, rank, setup.dtype)))
         raise AssertionError("the planted fault did not raise")
-    except Planted:
+    except (Planted, PeerFault):
+        # Of ranks that fail alike the slower may find the other's communicators closed first.
         pass
     planted.remove()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from functional_fsdp import LogEntry
 from functional_fsdp.core.effects import ReduceOuter
+from functional_fsdp.core.errors import PeerFault
 from tests.runtime.cases_faults import Planted, raise_in_backward
 from tests.runtime.cases_peers import Told, told
 from tests.runtime.cases_strategies import noted
@@ -41,7 +42,8 @@ def fault_in_the_last_backward(rank: int, world_size: int, setups: Sequence[Setu
                 try:
                     twins.run(step)
                     raise AssertionError("the planted fault did not raise")
-                except Planted:
+                except (Planted, PeerFault):
+                    # Of ranks that fail alike the slower may find the other's communicators closed first.
                     remove()
                 assert twins.fsdp.unsharded_nbytes() == 0
                 check_bit_equal("state", twins.state.params, before)

@@ -2,7 +2,8 @@
 
 Each rank's every microbatch is computed apart, by weights that are cast once in a step from those that the optimizer
 has. Gradients are summed in the dtype that they travel in, rank after rank along the inner axis, and the sums in the
-dtype of the weights. It shares no code with the package.
+dtype of the weights. Each rank computes its own microbatches, and PyTorch's all-gather of the default group brings those
+of the others. It shares no code with the package.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from functional_fsdp import Precision
-from tests.runtime.reference import Expected, Tensors
+from tests.runtime.reference import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +62,30 @@ class MixedReference:
             p.data = p.data.to(self._precisions[name].compute or p.dtype)
         self.optimizer = make_optimizer({name: p for name, p in self.main.items() if p.requires_grad})
 
-    def expect(self, losses: Sequence[Sequence[Callable[[nn.Module], Tensor]]]) -> Expected:
-        """Compute losses and gradients; the gradients are then those that `step` applies.
+    def expect(self, losses: Sequence[Callable[[nn.Module], Tensor]]) -> tuple[Tensor, Tensors]:
+        """Return this rank's mean loss and the gradients of all ranks, which `step` then applies; all ranks call it.
 
         Args:
-            losses: for each microbatch and each rank a function of the model.
+            losses: for each microbatch of this rank a function of the model.
         """
         params = dict(self.model.named_parameters())
         for name, p in params.items():
             p.data.copy_(self.main[name].detach())
         grads: list[list[Tensors]] = []
-        means: list[Tensor | None] = [None] * len(losses[0])
-        for of_ranks in losses:
-            grads.append([])
-            for rank, loss_of in enumerate(of_ranks):
-                for p in params.values():
-                    p.grad = None
-                loss = loss_of(self.model)
-                mean = loss if len(losses) == 1 else loss / len(losses)
-                torch.autograd.backward(mean)
-                before = means[rank]
-                means[rank] = mean.detach() if before is None else before + mean.detach()
-                grads[-1].append({name: self._travelling(name, p) for name, p in params.items() if p.requires_grad})
+        total: Tensor | None = None
+        for loss_of in losses:
+            for p in params.values():
+                p.grad = None
+            loss = loss_of(self.model)
+            mean = loss if len(losses) == 1 else loss / len(losses)
+            torch.autograd.backward(mean)
+            total = mean.detach() if total is None else total + mean.detach()
+            grads.append(_of_all_ranks({n: self._travelling(n, p) for n, p in params.items() if p.requires_grad}))
         for name, p in self.main.items():
             if p.requires_grad:
                 p.grad = self._reduce([[of_rank[name] for of_rank in of_ranks] for of_ranks in grads], p.dtype)
-        expected = {name: p.grad.clone() for name, p in self.main.items() if p.grad is not None}
-        return Expected(tuple(mean for mean in means if mean is not None), expected)
+        assert total is not None
+        return total, {name: p.grad.clone() for name, p in self.main.items() if p.grad is not None}
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of the last `expect`."""
@@ -110,6 +109,18 @@ class MixedReference:
             for first in range(0, num_ranks, inner)
         ]
         return _sum(groups) / num_ranks
+
+
+def _of_all_ranks(own: Tensors) -> list[Tensors]:
+    """Return each rank's tensors, named, shaped and typed like this one's; float64 holds all of their values."""
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in own.values()])
+    received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, flat)
+    numels = [tensor.numel() for tensor in own.values()]
+    return [
+        {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(own.items(), of_rank.split(numels), strict=True)}
+        for of_rank in received
+    ]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

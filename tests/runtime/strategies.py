@@ -30,8 +30,8 @@ from functional_fsdp import (
 )
 from tests.runtime import twins
 from tests.runtime.mixed_reference import MixedReference, Reduction
-from tests.runtime.models import Scenario, SharedLayer
-from tests.runtime.reference import BOUNDS, Expected, Tensors, check_bit_equal, check_close, check_tensors
+from tests.runtime.models import Batch, Scenario, SharedLayer
+from tests.runtime.reference import BOUNDS, Tensors, check_bit_equal, check_close, check_tensors
 from tests.runtime.strategies_formula import axes_of, mesh_sizes
 from tests.runtime.twins import RECORDED
 
@@ -166,23 +166,22 @@ class StrategyTwins:
         self.optimizer = make_optimizer(setup)
         self.state: TrainState = self.fsdp.init(self.optimizer)
 
-    def batches(self, step: int, rank: int, num_micro: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return a rank's microbatches of a step."""
+    def batches(self, step: int, num_micro: int | None = None) -> list[Batch]:
+        """Return this rank's microbatches of a step."""
         num_micro = self.setup.num_micro if num_micro is None else num_micro
-        return [self.setup.scenario.batch(10 * step + micro, rank, self.setup.dtype) for micro in range(num_micro)]
+        return [self.setup.scenario.batch(10 * step + micro, self.rank, self.setup.dtype) for micro in range(num_micro)]
 
-    def expect(self, step: int, num_micro: int | None = None) -> Expected:
-        """Return what the reference gets for a step."""
-        of_ranks = [self.batches(step, rank, num_micro) for rank in range(self.world_size)]
+    def expect(self, step: int, num_micro: int | None = None) -> tuple[Tensor, Tensors]:
+        """Return this rank's loss and all gradients of a step, by hand; every rank calls it."""
 
-        def loss_of(batch: tuple[Tensor, Tensor]) -> Callable[[nn.Module], Tensor]:
+        def loss_of(batch: Batch) -> Callable[[nn.Module], Tensor]:
             return lambda model: self.setup.scenario.loss(model, batch)
 
-        return self.reference.expect([[loss_of(batch) for batch in micro] for micro in zip(*of_ranks, strict=True)])
+        return self.reference.expect([loss_of(batch) for batch in self.batches(step, num_micro)])
 
     def run(self, step: int, num_micro: int | None = None) -> tuple[Tensor, Tensors, TrainState]:
         """Run forwards and backwards of a step by hand; return the mean loss, reduced gradients and the state."""
-        batches = self.batches(step, self.rank, num_micro)
+        batches = self.batches(step, num_micro)
         total: Tensor | None = None
         with self.fsdp.iteration(self.state, key="train") as it:
             for batch in batches:
@@ -216,12 +215,12 @@ class StrategyTwins:
         def check(where: str, got: Tensors, want: Tensors) -> None:
             check_bit_equal(where, got, want) if exact else check_tensors(where, got, want, self.bound)
 
-        expected = self.expect(step, num_micro)
+        expected_loss, expected_grads = self.expect(step, num_micro)
         loss, grads, state = self.run(step, num_micro)
         where = f"{self.setup.strategy}, step {step}"
-        check_close(f"{where}: loss", loss, expected.losses[self.rank], 0.0 if exact else self.bound)
+        check_close(f"{where}: loss", loss, expected_loss, 0.0 if exact else self.bound)
         if check_grads:
-            check(f"{where}: gradient of", self.fsdp.full_tensors(grads), expected.grads)
+            check(f"{where}: gradient of", self.fsdp.full_tensors(grads), expected_grads)
         assert self.fsdp.unsharded_nbytes() == 0, f"{where}: {self.fsdp.unsharded_nbytes()} bytes are still unsharded"
         self.state = self.fsdp.update(state, grads, self.optimizer)
         self.reference.step()

@@ -82,7 +82,7 @@ def test_every_part_is_held_by_equally_many_ranks_in_any_order_of_the_mesh(strat
 def test_meshes_whose_ranks_are_in_another_order(worlds: Worlds) -> None:
     setups = [Setup(strategy, ranks=(3, 0, 1, 2)) for strategy in ("zero1", "zero3", "hsdp", "hfsdp", "zero1+zero2")]
     setups.append(Setup("hfsdp", ranks=(2, 0, 3, 1)))
-    worlds(4).run(cases_strategies.ten_steps, setups)
+    worlds(4).run(cases_strategies.steps_by_hand, setups, 3)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2, 0, 3, 1)])

@@ -7,27 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functional_fsdp import PrefetchPolicy
 from tests.runtime import cases_strategy_faults as cases
 from tests.runtime.cases_peers import Told
 from tests.runtime.cases_strategy_faults import Trouble
 from tests.runtime.strategies import BF16, Setup
 from tests.runtime.strategies_formula import ONE_AXIS, TWO_AXES
-from tests.runtime.twins import RECORDED, REGISTRATION
+from tests.runtime.twins import REGISTRATION
 from tests.runtime.worlds import Worlds
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 SLACK_S = 12.0
 """For a machine that is busy with other things; a rank that hangs would take ten minutes."""
 
 
-@pytest.mark.parametrize("policy", [RECORDED, REGISTRATION], ids=["recorded", "registration"])
-def test_c1_a_fault_in_the_last_backward_on_all_ranks(worlds: Worlds, policy: PrefetchPolicy) -> None:
-    setups = [
-        Setup(strategy, policy=policy, num_micro=2, reduce_grads="each" if policy is RECORDED else "last")
-        for strategy in (*ONE_AXIS, *TWO_AXES)
-    ]
-    setups.append(Setup("hfsdp", dtype=torch.float32, optimizer="sgd", policy=policy, precision=BF16))
+def test_c1_a_fault_in_the_last_backward_on_all_ranks(worlds: Worlds) -> None:
+    setups = [Setup(strategy, num_micro=2) for strategy in (*ONE_AXIS, *TWO_AXES)]
+    setups += [Setup(s, policy=REGISTRATION, num_micro=2, reduce_grads="last") for s in ("ddp", "zero1", "hsdp")]
+    setups.append(Setup("hfsdp", dtype=torch.float32, optimizer="sgd", precision=BF16))
     worlds(4, limit_s=120.0).run(cases.fault_in_the_last_backward, setups)
 
 
@@ -51,7 +47,7 @@ def check_told(answers: list[Told], *kinds: str) -> None:
         assert answer.kind in kinds and answer.seconds < TIMEOUT_S + SLACK_S, answer
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero1", "ddp", "zero1+zero2"])
+@pytest.mark.parametrize("strategy", ["hfsdp", "zero1", "ddp"])
 def test_a25_one_rank_leaves_a_replay(worlds: Worlds, strategy: str) -> None:
     trouble = Trouble(rank=3, path="ba", raises=False, at=2)
     setup = Setup(strategy, num_micro=2, peer_timeout_s=TIMEOUT_S)
@@ -62,7 +58,7 @@ def test_a25_one_rank_leaves_a_replay(worlds: Worlds, strategy: str) -> None:
             assert part in answer.text, answer
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("hsdp", "each"), ("zero1", "each"), ("ddp", "each"), ("ddp", "last")])
+@pytest.mark.parametrize(("strategy", "how"), [("hsdp", "each"), ("zero1", "last"), ("ddp", "last")])
 def test_a25_one_rank_takes_another_branch_without_an_order(worlds: Worlds, strategy: str, how: str) -> None:
     trouble = Trouble(rank=3, path="a", raises=False, at=1)
     setup = Setup(strategy, policy=REGISTRATION, peer_timeout_s=TIMEOUT_S)
@@ -72,7 +68,7 @@ def test_a25_one_rank_takes_another_branch_without_an_order(worlds: Worlds, stra
     assert any("'b'" in answer.text or "# b" in answer.text for answer in answers), answers
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["hsdp", "ddp"])
 def test_c1_a_fault_on_one_rank(worlds: Worlds, strategy: str) -> None:
     trouble = Trouble(rank=1, path=None, raises=True, at=2)
     setup = Setup(strategy, num_micro=2, peer_timeout_s=TIMEOUT_S)
