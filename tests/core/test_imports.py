@@ -187,8 +187,9 @@ def test_the_check_for_torch_can_fail() -> None:
 
 
 def test_core_tests_pass_where_importing_torch_raises() -> None:
-    """All of tests/core but this file, and of tests/sharding, where importing torch raises; the long searches are cut."""
-    args = ["tests/core", "tests/sharding", "-q", "-x", "-p", "no:cacheprovider", "--ignore=tests/core/test_imports.py"]
+    """Those of tests/sharding too; but this file, and what takes long and goes the same ways again."""
+    args = ["tests/core", "tests/sharding", "-q", "-x", "-p", "no:cacheprovider"]
+    args += [f"--ignore=tests/core/test_{name}.py" for name in ("imports", "cost", "faults")]
     args += ["--programs=20", "--deselect=tests/core/test_search.py::test_every_interleaving_with_one_fault"]
     finished = run(f"{REFUSE}\nimport pytest; sys.exit(pytest.main({args!r}))")
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-1000:]

@@ -45,10 +45,10 @@ def search(
 @pytest.mark.parametrize(
     ("kinds", "num_microbatches", "reduce", "ahead", "budget", "num_states"),
     [
-        (("refreshed", "plain"), 2, OUTER, None, None, 130_000),
-        (("kept refreshed", "in place"), 2, BOTH, None, None, 65_000),
-        (("plain",), 3, PLAIN, None, None, 10_000),
+        (("refreshed", "plain"), 2, BOTH, None, None, 110_000),
+        (("plain",), 3, OUTER, None, None, 10_000),
         (("kept",), 3, AT_LAST, None, None, 10_000),
+        (("kept refreshed", "in place"), 1, BOTH, None, None, 100),
         (("plain",) * 3, 1, PLAIN, None, None, 700),
         (("plain",) * 3, 1, BOTH, LARGE, 8, 700),
         (("refreshed",) * 3, 1, OUTER, 0, 8, 700),
