@@ -167,7 +167,7 @@ def peak_of_init(rank: int, world_size: int, num_layers: int, broadcast: bool) -
     return live.peak, shards, 4 * 1024 * 1024
 
 
-class Mixed(nn.Module):
+class Mixed(nn.Identity):
     """Blocks, a batch norm, and buffers and weights of integers."""
 
     def __init__(self) -> None:
@@ -271,7 +271,7 @@ def dtypes_that_no_backend_sends(rank: int, world_size: int) -> None:
     """Broadcast frozen weights of half precision, complex and boolean dtypes, 0-d, empty and transposed."""
 
     def make_model() -> nn.Module:
-        model = nn.Module()
+        model = nn.Identity()
         for index, dtype in enumerate((torch.float8_e4m3fn, torch.complex64, torch.bool, torch.bfloat16)):
             value = torch.randn(3, 5).to(dtype) if dtype.is_complex else (torch.rand(3, 5) * 2).to(dtype)
             model.register_parameter(f"p{index}", nn.Parameter(value.t(), requires_grad=False))

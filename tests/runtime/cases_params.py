@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from functional_fsdp import (
 )
 from functional_fsdp.core.errors import FsdpError
 from tests.runtime.cases_graphs import Branches
-from tests.runtime.models import DIM, GPT, PATHS, Batch, Block, GptBlock, Scenario, call, make, squared_error, vectors
+from tests.runtime.models import DIM, GPT, PATHS, Batch, Block, GptBlock, Scenario, call, make, squared_error
 from tests.runtime.models_params import ODD, OPTIONAL, TIED, TINY, TWO_DTYPES, error_of_outputs, marked
 from tests.runtime.reference import check_close, check_tensors
 from tests.runtime.strategies import Setup, StrategyTwins, placements_of
@@ -168,18 +169,15 @@ def ways_of_backward(rank: int, world_size: int, strategies: Sequence[str]) -> N
             twins = StrategyTwins(rank, world_size, setup)
             for step, (name, (run, times)) in enumerate([*WAYS.items(), *WAYS.items()]):
                 where = f"{strategy}, {setup.reduce_grads}, {name}"
-                scaled = [
-                    lambda model, other=other, step=step, times=times: (
-                        times * squared_error(model, vectors(10 * step, other))
-                    )
-                    for other in range(world_size)
-                ]
-                expected = twins.reference.expect([scaled])
+                batch = twins.batches(step, 1)[0]
+                expected_loss, expected_grads = twins.reference.expect(
+                    [lambda model, batch=batch, times=times: times * squared_error(model, batch)]  # type: ignore[misc]
+                )
                 with twins.fsdp.iteration(twins.state, key=name) as it:
-                    loss = run(twins.model, twins.batches(step, rank, 1)[0])
+                    loss = run(twins.model, batch)
                     grads = it.finish_grad_sync()
-                check_close(f"{where}: loss", times * loss.detach(), expected.losses[rank], 1e-9)
-                check_tensors(f"{where}: gradient of", twins.fsdp.full_tensors(grads), expected.grads, 1e-9)
+                check_close(f"{where}: loss", times * loss.detach(), expected_loss, 1e-9)
+                check_tensors(f"{where}: gradient of", twins.fsdp.full_tensors(grads), expected_grads, 1e-9)
                 twins.state = twins.fsdp.update(it.state, grads, twins.optimizer)
                 twins.reference.step()
                 check_tensors(where, twins.fsdp.full_tensors(twins.state.params), twins.reference.weights(), 1e-9)
@@ -194,7 +192,7 @@ def backward_into_parameters(rank: int, world_size: int, strategies: Sequence[st
             params = [*twins.model.parameters()]
             try:
                 with twins.fsdp.iteration(twins.state, key="train"):
-                    loss = squared_error(twins.model, twins.batches(0, rank)[0])
+                    loss = squared_error(twins.model, twins.batches(0)[0])
                     if step == 0:
                         torch.autograd.grad(loss, params)
                     else:
@@ -268,10 +266,20 @@ def touched_grads(rank: int, world_size: int, strategy: str) -> dict[str, str]:
     return texts
 
 
+def compiled(rank: int, world_size: int) -> None:
+    """`torch.compile` looks at `.grad` while it traces a unit's forward."""
+    twins = StrategyTwins(rank, world_size, Setup("zero3", scenario=PATHS))
+    for name in "abcd":
+        unit = twins.model.get_submodule(name)
+        vars(unit)["forward"] = torch.compile(unit.forward, backend="eager", fullgraph=True)
+    for step in range(3):
+        twins.train(step)
+
+
 def touched_at_rest(rank: int, world_size: int, strategy: str) -> dict[str, str]:
     """Return what comes of `.grad` before, between and after uses; then train on."""
     twins = StrategyTwins(rank, world_size, Setup(strategy, scenario=PATHS))
-    model, batch = twins.model, twins.batches(0, rank)[0]
+    model, batch = twins.model, twins.batches(0)[0]
     weight = model.get_parameter("b.up.weight")
     attempts: dict[str, Callable[[], object]] = {
         "zero_grad": model.zero_grad,
@@ -320,7 +328,7 @@ def edited(rank: int, world_size: int, strategies: Sequence[str]) -> None:
             for weight in twins.reference.main.values():
                 weight.data.mul_(0.9)
         halved = replace(twins.state, params=map_tensors(lambda tensor: tensor * 0.5, twins.state.params))
-        inputs = twins.batches(9, rank)[0][0]
+        inputs = twins.batches(9)[0][0]
         with twins.fsdp.iteration(halved, key="eval"), torch.no_grad():
             got = call(twins.model, inputs)
         for name, weight in twins.reference.model.named_parameters():
@@ -357,7 +365,7 @@ def orders_of_sets(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     for step in range(3):
         twins.expect(step)
         with fsdp.iteration(state, key="train") as it:
-            torch.autograd.backward(GPT.loss(model, twins.batches(step, rank)[0]))
+            torch.autograd.backward(GPT.loss(model, twins.batches(step)[0]))
             grads = it.finish_grad_sync()
         if rank % 2:
             grads = dict(reversed(grads.items()))
@@ -388,7 +396,7 @@ def error_of(attempt: Callable[[], object]) -> str:
 def registered_from_a_set(rank: int, world_size: int) -> str:
     """C8: return the error of parameters that were registered in another order on the second rank."""
     names = ["left", "right"][:: 1 if rank == 0 else -1]
-    model = nn.Module()
+    model = nn.Identity()
     for name in names:
         model.register_parameter(name, nn.Parameter(torch.ones(4)))
     fsdp = fully_shard(model, make_mesh())
@@ -409,10 +417,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     """B8: return the errors of parameters that cannot be sharded."""
 
     def holding(**params: Tensor) -> nn.Module:
-        module = nn.Module()
+        module = nn.Identity()
         for name, param in params.items():
             module.register_parameter(name, param if isinstance(param, nn.Parameter) else nn.Parameter(param))
-        return nn.ModuleDict({"unit": module})
+        return nn.Sequential(OrderedDict(unit=module))
 
     base = torch.randn(6, 4)
     weight = nn.Parameter(torch.randn(3, 3))
@@ -420,7 +428,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "expanded": holding(row=torch.randn(1, 4).expand(3, 4)),
         "overlapping": holding(windows=torch.randn(6).unfold(0, 3, 1)),
         "sparse": holding(sparse=torch.eye(3).to_sparse()),
-        "lazy": nn.ModuleDict({"unit": nn.LazyLinear(3)}),
+        "lazy": nn.Sequential(OrderedDict(unit=nn.LazyLinear(3))),
         "one memory": holding(first=weight, second=nn.Parameter(weight.data)),
         "columns of one": holding(left=base[:, :2], right=base[:, 2:]),
         "twice frozen": holding(
@@ -442,6 +450,6 @@ def ready_made(rank: int, world_size: int) -> None:
     )
     for index in range(3):
         twins.expect(index)
-        twins.state, _ = step(twins.state, twins.batches(index, rank)[0])
+        twins.state, _ = step(twins.state, twins.batches(index)[0])
         twins.reference.step()
         check_tensors("tiny", twins.fsdp.full_tensors(twins.state.params), twins.reference.weights(), 1e-9)

@@ -117,7 +117,7 @@ def by_hand(assigns: bool, seed: int) -> MetaModel:
     return model
 
 
-class NoReset(nn.Module):
+class NoReset(nn.Identity):
     """A scale without a reset."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class NoReset(nn.Module):
         self.scale = nn.Parameter(torch.ones(DIM))
 
 
-class BufferOnly(nn.Module):
+class BufferOnly(nn.Identity):
     """A buffer without a reset."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class ForgetsBuffer(nn.Linear):
         self.register_buffer("shift", torch.ones(DIM))
 
 
-class Reaches(nn.Module):
+class Reaches(nn.Identity):
     """Sets the weights of a module below it, which is another unit."""
 
     def __init__(self) -> None:
@@ -219,4 +219,7 @@ def wrong_model(kind: str) -> nn.Module:
         model = nn.ModuleDict({"good": Block(), "norm": nn.BatchNorm1d(DIM)})
         model["wrong"] = cls(DIM, DIM) if cls in (HalfSet, Reshapes, Raises) else cls()
     model["there"] = nn.BatchNorm1d(DIM)
+    # A buffer that is there beside weights that are not: a reset zeroes it.
+    norm = model.get_submodule("norm")
+    norm.register_buffer("running_mean", torch.randn(DIM))
     return model

@@ -44,6 +44,10 @@ def test_b4_grad_inside_a_use(worlds: Worlds, strategy: str) -> None:
             assert "it.finish_grad_sync()" in text, f"{when}: {text}"
 
 
+def test_b4_torch_compile_may_look_at_grad(worlds: Worlds) -> None:
+    worlds(1).run(cases.compiled)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_b4_grad_between_uses(worlds: Worlds, strategy: str) -> None:
     for texts in worlds(2).run(cases.touched_at_rest, strategy):
