@@ -90,7 +90,8 @@ def test_b16_outputs_in_containers_in_registration_order(worlds: Worlds, kind: s
 def test_b16_opaque_outputs_are_refused_by_name(worlds: Worlds, kind: str, type_name: str) -> None:
     assert set(OPAQUE) >= {kind}
     for text in worlds(2).run(cases.opaque, kind):
-        assert text.startswith("OutputTypeError"), text
+        # Of two ranks that refuse alike the slower may hear of the other's refusal first.
+        assert "OutputTypeError" in text, text
         assert type_name in text and "'first'" in text, text
 
 
