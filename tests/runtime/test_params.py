@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime import cases_params as cases
+from tests.runtime import cases_touched as touched
 from tests.runtime.worlds import Worlds
 
 STRATEGIES = ("zero3", "zero2", "ddp")
@@ -37,7 +38,7 @@ def test_b2_gradients_of_the_models_own_parameters_are_refused(worlds: Worlds) -
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_b4_grad_inside_a_use(worlds: Worlds, strategy: str) -> None:
-    for texts in worlds(2).run(cases.touched_grads, strategy):
+    for texts in worlds(2).run(touched.touched_grads, strategy):
         for when, text in texts.items():
             assert text.startswith("GradientError: parameter '"), f"{when}: {text}"
             assert "gradients live in the iteration, not on the model" in text, f"{when}: {text}"
@@ -45,12 +46,12 @@ def test_b4_grad_inside_a_use(worlds: Worlds, strategy: str) -> None:
 
 
 def test_b4_torch_compile_may_look_at_grad(worlds: Worlds) -> None:
-    worlds(1).run(cases.compiled)
+    worlds(1).run(touched.compiled)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_b4_grad_between_uses(worlds: Worlds, strategy: str) -> None:
-    for texts in worlds(2).run(cases.touched_at_rest, strategy):
+    for texts in worlds(2).run(touched.touched_at_rest, strategy):
         assert len(texts) == 18
         for when, text in texts.items():
             assert text.startswith("PlaceholderError: parameter '"), f"{when}: {text}"
