@@ -18,7 +18,8 @@ class Precision:
 
     Attributes:
         compute: of the weights that compute reads, where they are floating; None keeps each parameter's own.
-        reduce: in which gradients travel and are summed; None is each parameter's own.
+        reduce: in which gradients travel and are summed over the inner axis; None is each parameter's own, which it is
+            over an outer axis in any case.
         cast_inputs: whether floating tensors among the inputs of the unit's forward are cast to ``compute``.
         output: to which floating tensors among its outputs are cast; None leaves them alone.
     """

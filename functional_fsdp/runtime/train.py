@@ -111,7 +111,7 @@ def make_train_step(
         optimizer: from ``optim.from_torch`` or ``optim.with_schedule``.
         key: names the schedule.
         accumulate: microbatches in a step; above 1 ``batch`` is a sequence of that many, their losses are averaged, and
-            each backward reduces its gradients.
+            gradients are reduced as the program's ``reduce_grads`` says.
         clip_norm: the norm of all gradients together is scaled down to it; None clips nothing.
         update: ``"donate"`` writes the state in place, ``"copy"`` keeps the old one good.
 
