@@ -47,11 +47,10 @@ def grads_ready(draft: Draft, unit: UnitId, missing: Indices) -> None:
     """Reduce the unit's gradients, or add them to its local sum if only the last are reduced and these may not be."""
     # The last are known where a replay's order has no later use of the unit.
     is_last = len(draft.walks) == 1 and draft.walks[0].next_position(unit) == NEVER
-    is_summed = bool(draft.grads.summed >> unit & 1)
-    if draft.spec.reduce.at_last and (is_summed or not is_last):
-        draft.effects.append(AccumulateGrads(unit, not is_summed, missing))
-        grads = replace(draft.grads, started=True, unwritten=draft.grads.unwritten & ~(1 << unit))
-        draft.grads = replace(grads, summed=grads.summed | 1 << unit)
+    grads, bit = draft.grads, 1 << unit
+    if draft.spec.reduce.at_last and (grads.summed & bit or not is_last):
+        draft.effects.append(AccumulateGrads(unit, not grads.summed & bit, missing))
+        draft.grads = replace(grads, started=True, unwritten=grads.unwritten & ~bit, summed=grads.summed | bit)
         if is_last:
             _reduce(draft, unit, None, is_last)
     else:

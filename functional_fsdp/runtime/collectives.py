@@ -137,11 +137,10 @@ class GlooCollectives(_Gathers):
         line, tag = self._reduce_lines[unit], self._tag(unit, index)
 
         def deposit(parts: Sequence[Tensor]) -> None:
-            grads.deposit(
-                unit, index, [part.narrow(0, 0, min(part.numel(), staging.numel)) for part in parts], accumulate
-            )
+            grads.deposit(unit, index, parts, accumulate)
 
-        return self._exchange(axis, line, "reduce", (staging.send, staging.receive), tag, deposit)
+        tensors = staging.send, staging.receive
+        return self._exchange(axis, line, "reduce", tensors, staging.numel, tag, deposit)
 
     def reduce_outer(self, unit: UnitId, accumulate: bool) -> Completion:
         """Exchange the partial gradient over the outer axis; waiting adds it up in the main gradient."""
@@ -156,12 +155,10 @@ class GlooCollectives(_Gathers):
         send = torch.cat([partial, partial.new_zeros(missing)]) if missing else partial
 
         def deposit(parts: Sequence[Tensor]) -> None:
-            self._grads.deposit_outer(
-                unit, index, [part.narrow(0, 0, min(part.numel(), numel)) for part in parts], accumulate
-            )
+            self._grads.deposit_outer(unit, index, parts, accumulate)
 
-        tensors = send, torch.empty_like(send)
-        return self._exchange(axis, self._outer_lines[unit], "outer reduce", tensors, self._tag(unit, index), deposit)
+        line, tensors, tag = self._outer_lines[unit], (send, torch.empty_like(send)), self._tag(unit, index)
+        return self._exchange(axis, line, "outer reduce", tensors, numel, tag, deposit)
 
     def _exchange(
         self,
@@ -169,6 +166,7 @@ class GlooCollectives(_Gathers):
         line: str,
         name: str,
         tensors: tuple[Tensor, Tensor],
+        numel: int,
         tag: int | None,
         deposit: Callable[[Sequence[Tensor]], None],
     ) -> Completion:
@@ -178,7 +176,8 @@ class GlooCollectives(_Gathers):
             axis: over which to reduce.
             line: names the launch.
             name: of the communicator.
-            tensors: what this rank sends ``[axis.size * numel]``, and room for what it receives.
+            tensors: what this rank sends, a multiple of ``axis.size`` elements, and room for what it receives.
+            numel: elements of what is sent, without those that fill it up to the multiple.
             tag: pairs messages.
             deposit: takes the parts, once they are waited for.
         """
@@ -192,7 +191,7 @@ class GlooCollectives(_Gathers):
                 for part in parts[1:]:
                     parts[0].add_(part)
                 peers.launch(line, name, self._start_gather, send, parts[0], tag).wait()
-                deposit([send])
+                deposit([send.narrow(0, 0, numel)])
 
         return _Then(peers.launch(line, name, _torch.all_to_all_base, receive, send, tag), finish)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functional_fsdp.core.errors import GradientError
 from functional_fsdp.core.ids import UnitId
+from functional_fsdp.optim.optimizer import trains
 from functional_fsdp.runtime._torch import get_grad, set_grad
 from functional_fsdp.runtime.buffers import Bucket, Buffers
 
@@ -199,7 +200,7 @@ class MainGrads:
         if not self._flat:
             buffers = self._buffers
             for key, numel in buffers.flat_numels.items():
-                if not key.endswith(".frozen"):
+                if trains(key):
                     self._flat[key] = torch.empty(numel, dtype=buffers.dtypes[key], device=buffers.device)
 
     def _trainable(self, unit: UnitId) -> list[tuple[int, Bucket]]:

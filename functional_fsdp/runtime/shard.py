@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from functional_fsdp.core.state import FsdpState
 from functional_fsdp.loss_scale import LossScale
 from functional_fsdp.optim import Optimizer, Schedule
 from functional_fsdp.runtime import _torch
-from functional_fsdp.runtime.buffers import Bucket
 from functional_fsdp.runtime.cell import Cell, LogEntry
 from functional_fsdp.runtime.collectives import make_collectives
 from functional_fsdp.runtime.groups import ParamGroups, assign_groups
@@ -39,7 +38,7 @@ from functional_fsdp.runtime.same_model import check_same, describe
 from functional_fsdp.runtime.state import TrainState, Update, check_usable, retire, update_state
 from functional_fsdp.runtime.step import Iteration
 from functional_fsdp.runtime.streams import make_streams
-from functional_fsdp.runtime.unfreeze import check_names, move_opt_state, move_params, unfrozen
+from functional_fsdp.runtime.unfreeze import check_names, move_opt_state, move_params, put_together, unfrozen
 from functional_fsdp.runtime.units import (
     UnitChoice,
     declare_delayed,
@@ -342,12 +341,11 @@ class FullySharded:
         check_usable("full_tensors", flat)
         full: dict[str, Tensor] = {}
         self.peers.call_together("full_tensors", sorted(flat))
-        for index, (bucket, shard) in enumerate(self._shards(flat)):
-            gathered = self._gather_shards("full_tensors", shard, index)
-            for place in bucket.layout.ranges:
-                if place.param.key in flat:
-                    piece = gathered[place.start : place.stop].clone()
-                    full[place.param.name] = piece.view(place.param.shape)
+        gather = partial(self._gather_shards, "full_tensors")
+        buckets = (bucket for unit in self._cell.buffers.units for bucket in unit.buckets)
+        for number, bucket in enumerate(buckets):
+            for param, values in put_together(bucket, flat, gather, number).items():
+                full[param.name] = values.clone().view(param.shape)
         return full
 
     def unsharded_nbytes(self) -> int:
@@ -373,16 +371,6 @@ class FullySharded:
                 self.peers.launch(where, name, _torch.all_gather_base, gathered, shard, given_tag).wait()
                 shard = gathered
         return shard
-
-    def _shards(self, flat: Mapping[str, Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each bucket of which ``flat`` has a key, and this rank's shard of it with zeros for other keys."""
-        for unit in self._cell.buffers.units:
-            for bucket in unit.buckets:
-                keys = {place.param.key for place in bucket.layout.ranges} & flat.keys()
-                if keys:
-                    shard = flat[min(keys)].new_zeros(bucket.layout.shard_numel)
-                    bucket.copy_shard(flat, shard)
-                    yield bucket, shard
 
     def _check_state(self, where: str, state: TrainState) -> None:
         check_usable(where, state.params)

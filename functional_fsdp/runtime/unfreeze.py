@@ -19,6 +19,7 @@ from functional_fsdp.optim import OptState
 from functional_fsdp.runtime.buffers import Bucket, Buffers
 from functional_fsdp.runtime.pieces import param_pieces
 from functional_fsdp.runtime.units import UnitModule, check_trainable
+from functional_fsdp.sharding.layout import ParamSpec
 
 Gather = Callable[[Tensor, int], Tensor]
 """Returns the shards ``[shard_numel]`` of all ranks end to end; the number is the bucket's, the same on each rank."""
@@ -119,9 +120,8 @@ def _move(old: Buffers, new: Buffers, flat: Mapping[str, Tensor], gather: Gather
     for before, after in zip(old.units, new.units, strict=True):
         full: dict[str, Tensor] = {}
         for bucket in before.buckets:
-            if any(place.param.key in flat for place in bucket.layout.ranges):
-                full.update(_put_together(bucket, flat, gather, number))
-                number += 1
+            full.update((param.name, values) for param, values in put_together(bucket, flat, gather, number).items())
+            number += 1
         for bucket in after.buckets:
             for piece in param_pieces(bucket.layout, bucket.pieces):
                 if piece.param.name in full:
@@ -138,10 +138,12 @@ def _keys(buffers: Buffers) -> Iterator[tuple[str, str]]:
                 yield place.param.name, place.param.key
 
 
-def _put_together(bucket: Bucket, flat: Mapping[str, Tensor], gather: Gather, number: int) -> dict[str, Tensor]:
-    """Return the bucket's parameters of which ``flat`` has the key, each ``[numel]``."""
+def put_together(bucket: Bucket, flat: Mapping[str, Tensor], gather: Gather, number: int) -> dict[ParamSpec, Tensor]:
+    """Return the bucket's parameters of which ``flat`` has the key, each ``[numel]``; if any, every rank calls it."""
     there = [place for place in bucket.layout.ranges if place.param.key in flat]
+    if not there:
+        return {}
     shard = flat[there[0].param.key].new_zeros(bucket.layout.shard_numel)
     bucket.copy_shard(flat, shard)
     gathered = gather(shard, number)
-    return {place.param.name: gathered[place.start : place.stop] for place in there}
+    return {place.param: gathered[place.start : place.stop] for place in there}
